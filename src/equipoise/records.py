@@ -1,0 +1,171 @@
+"""Values that cross the borders between the parts: frozen, plain, no torch.
+
+Enters: what one part measured or decided. Leaves: the same, to another part, a file or a person.
+Where: everywhere; each record says who makes it and who reads it.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """A time that was measured more than once. Made by the probe, the costs and the race."""
+
+    median_s: float
+    low_s: float
+    """25 % quantile, seconds."""
+    high_s: float
+    """75 % quantile, seconds."""
+    rounds: int
+
+    @classmethod
+    def of(cls, times_s: Sequence[float]) -> "Timing":
+        """Median and quartiles of at least one time in seconds."""
+        ordered = sorted(times_s)
+        last = len(ordered) - 1
+        return cls(median_s=statistics.median(ordered), low_s=ordered[round(last * 0.25)],
+                   high_s=ordered[round(last * 0.75)], rounds=len(ordered))  # fmt: skip
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles as a share of the median."""
+        return (self.high_s - self.low_s) / self.median_s if self.median_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatVerdict:
+    """What the probe says of one format on this machine."""
+
+    format: str
+    verdict: str
+    """``use``, ``not-worth-it`` or ``unusable``."""
+    reason: str
+    """One sentence with the measured figures that decided."""
+    claimed: bool | None
+    """What the device or library says of itself; None when it says nothing."""
+    emulated: bool = False
+    """Computes, but slower than FP32: there are no units for it."""
+    gemm_speedup: float | None = None
+    """FP32 time / this format's time of the largest square product, forward; None when not measured."""
+    conv_speedup: float | None = None
+    """The same for a 3x3 convolution, forward and both backward directions together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What this machine claims and measurably does. Made by the probe; read by the planner and the report."""
+
+    fingerprint: str
+    """Changes with whatever changes the answer: torch, driver, cores, quota, threads, ISA limits."""
+    device: str
+    """``cpu``, ``cuda``, ``xpu``, ``mps``."""
+    name: str
+    formats: Mapping[str, FormatVerdict]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Cores, threads, memory, CPU features, versions, driver, accelerators seen: for people and the report."""
+    readings: Sequence[Mapping[str, Any]] = ()
+    """Each {op, shape, direction, format, threads, median_s, low_s, high_s, rounds, rate, unit}."""
+    trusted: bool = True
+    """False when foreign load made the measurement prove nothing."""
+    note: str = ""
+    """One sentence when something was noticed: foreign load, a format that ran out of time."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One thing a plan decided, with the reason and the evidence."""
+
+    what: str
+    """``format``, ``memory_format``, ``optimizer`` or ``race``."""
+    where: str
+    """Dotted module name, or ``*`` for the whole model."""
+    choice: str
+    reason: str
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    """Measured figures: seconds end in ``_s``, ratios in ``_ratio``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """Measured time of one layer in one format, all directions, casts included. Made by ``plan.cost``."""
+
+    layer: str
+    """Dotted module name."""
+    key: str
+    """What makes two layers the same to the clock: type, sizes, input shapes."""
+    format: str
+    time: Timing | None
+    """Forward and backward together; None when the format was stopped at its time box."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """Where a sampled step's time went, seconds. Made by the Session on sampled steps."""
+
+    data_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    machinery_s: float
+    """Everything that is ours: checks, scaling, reports."""
+
+
+class StepReport:
+    """What one step did. Reading ``loss`` or ``grad_norm`` is the documented host sync; the rest is free."""
+
+    __slots__ = ("_grad_norm", "_loss", "_skipped", "parts", "scale", "step")
+
+    def __init__(self, step: int, loss: Any, skipped: Any, scale: float = 1.0, grad_norm: Any = None,
+                 parts: StepParts | None = None) -> None:  # fmt: skip
+        self.step = step
+        self._loss = loss
+        self._skipped = skipped
+        self.scale = scale
+        self._grad_norm = grad_norm
+        self.parts = parts
+
+    @property
+    def loss(self) -> float | None:
+        """The unscaled loss; None when the step was given none. Reads from the device."""
+        return None if self._loss is None else float(self._loss)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer left the weights alone. Reads from the device if the answer is still there."""
+        return bool(self._skipped)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm before clipping; None without ``max_grad_norm``. Reads from the device."""
+        return None if self._grad_norm is None else float(self._grad_norm)
+
+    def as_dict(self) -> dict[str, Any]:
+        """A row of ``steps.jsonl``."""
+        row: dict[str, Any] = {"step": self.step, "loss": self.loss, "skipped": self.skipped, "scale": self.scale}
+        if self._grad_norm is not None:
+            row["grad_norm"] = self.grad_norm
+        if self.parts is not None:
+            row["parts"] = asdict(self.parts)
+        return row
+
+    def __repr__(self) -> str:
+        return f"StepReport(step={self.step}, scale={self.scale})"
+
+
+class Trial(Protocol):
+    """Runs real steps, then puts everything back, bit for bit. Made by ``trials.py``; used by planners."""
+
+    def __call__(self, steps: int) -> Sequence[float]:
+        """Seconds of each of ``steps`` steps."""
+
+
+ReportSink = Callable[[dict[str, Any]], None]
+"""``on_report=``: gets flat scalars on sampled steps."""
