@@ -1,0 +1,335 @@
+"""The feed: from a data set to batches on the device.
+
+Enters: a map-style data set, or any iterable of batches. Leaves: batches, nested tensors on the device.
+Where: the first thing inside a step. Source: PyTorch's notes on reproducibility; splitmix64 (Steele, 2014).
+
+Order and augmentation are functions of seed, epoch and sample index, so the batch at global step ``s`` is the
+same after a resume, and with any number of workers. With ``n`` samples and batches of ``b``, an epoch has
+``k = ceil(n / b)`` steps (the last one short), and step ``s`` is batch ``s % k`` of epoch ``s // k``: a
+position needs no state but the step.
+"""
+
+import copy
+import os
+import random
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+
+from ..errors import TaskError, UserError
+
+Batch = TypeVar("Batch")
+Collate = Callable[[list[Any]], Any]
+_MASK64 = 2**64 - 1
+_PARENT_CHECK_S = 1.0
+"""How often a worker looks whether its parent still lives."""
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
+    """The order in which an epoch visits ``n`` samples: (n,) int64, a pure function.
+
+    ``RandomState`` and not ``Generator``: NumPy promises that its stream never changes (NEP 19), so a run can
+    be resumed under another NumPy.
+    """
+    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch & 0xFFFFFFFF]
+    return np.random.RandomState(words).permutation(n).astype(np.int64, copy=False)
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """A 64-bit seed for one sample in one epoch (three rounds of splitmix64)."""
+    state = 0
+    for word in (seed, epoch, index):
+        state = (state + word + 0x9E3779B97F4A7C15) & _MASK64
+        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & _MASK64
+        state ^= state >> 31
+    return state
+
+
+class _OwnSeeds:
+    """Python's, NumPy's and torch's CPU generators, lent to the samples and given back as they were."""
+
+    def __enter__(self) -> "_OwnSeeds":
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.default_generator.get_state()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.default_generator.set_state(self._torch)
+
+    @staticmethod
+    def use(seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        # torch.manual_seed would seed the accelerators too, which nobody gives back.
+        torch.default_generator.manual_seed(seed)
+
+
+class _Key(NamedTuple):
+    """What to fetch: an epoch and the samples of one batch."""
+
+    epoch: int
+    indices: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A user error on its way from a worker; torch would wrap its message into a traceback."""
+
+    error: UserError
+
+
+def batch_reader(dataset: Any) -> Callable[[np.ndarray], Any] | None:
+    """How to read a whole batch at once, or None where only single samples can be read."""
+    own = getattr(dataset, "get_batch", None)
+    if callable(own):
+        return lambda indices: own(indices)
+    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
+        tensors = dataset.tensors
+
+        def read(indices: np.ndarray) -> list[torch.Tensor]:
+            rows = torch.from_numpy(indices)
+            return [t.index_select(0, rows) for t in tensors]
+
+        # index_select wants the rows where the data are.
+        return read if all(t.device.type == "cpu" for t in tensors) else None
+    if type(dataset) is Subset:
+        inner = batch_reader(dataset.dataset)
+        chosen = np.asarray(dataset.indices, dtype=np.int64)
+        return None if inner is None else lambda indices: inner(chosen[indices])
+    return None
+
+
+class _Fetch:
+    """A data set read by the batch; what a worker process holds."""
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate | None) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._collate = collate or default_collate
+        # A collate of the user's decides what a batch is, so the samples must go through it.
+        self._read = batch_reader(dataset) if collate is None or hasattr(dataset, "get_batch") else None
+
+    def __getitem__(self, key: _Key) -> Any:
+        if self._read is not None:
+            return self._read(key.indices)
+        samples = []
+        with _OwnSeeds() as seeds:
+            for index in key.indices.tolist():
+                seeds.use(sample_seed(self._seed, key.epoch, index))
+                samples.append(self._dataset[index])
+        return self._collate(samples)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._dataset, self._seed, self._collate, self._read is not None
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._dataset, self._seed, self._collate, fast = state
+        self._read = batch_reader(self._dataset) if fast else None
+
+
+class _InWorker:
+    """A `_Fetch` whose user errors come back as values."""
+
+    def __init__(self, fetch: _Fetch) -> None:
+        self._fetch = fetch
+
+    def __getitem__(self, key: _Key) -> Any:
+        try:
+            return self._fetch[key]
+        except UserError as error:
+            return _Failed(error)
+
+
+class _Keys:
+    """An iterable of keys that can be gone through again."""
+
+    def __init__(self, make: Callable[[], Iterator[_Key]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[_Key]:
+        return self._make()
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _die_with_parent(worker: int) -> None:
+    """End this worker when its parent is gone, even while it waits in a full pipe."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_CHECK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="equipoise-parent-watch").start()
+
+
+class Feed:
+    """Batches of a data set, from any step on.
+
+    A data set with ``get_batch(indices)`` is read a batch at a time, as is a plain ``TensorDataset`` (and a
+    ``Subset`` of either). Otherwise each sample is read under its own seed for ``random``, ``numpy.random``
+    and torch's CPU generator; what the caller's generators held is put back.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        seed: int,
+        workers: int = 0,
+        collate: Collate | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        self.samples = len(dataset)
+        if batch_size < 1 or workers < 0:
+            raise TaskError(
+                f"batch_size={batch_size}, workers={workers}: use at least 1 sample, 0 or more workers"
+            )
+        self.steps_per_epoch = self.samples // batch_size if drop_last else -(-self.samples // batch_size)
+        if self.steps_per_epoch == 0:
+            why = (
+                "the short last batch is dropped: use a smaller one"
+                if self.samples
+                else "the data set is empty"
+            )
+            raise TaskError(f"{self.samples} samples make no batch of {batch_size}; {why}")
+        self.batch_size, self.seed, self.workers, self.shuffle = batch_size, seed, workers, shuffle
+        self._fetch = _Fetch(dataset, seed, collate)
+        self._ordered: dict[int, _Ordered] = {}
+
+    def batches(self, start_step: int = 0) -> Iterator[Any]:
+        """Batches from global step ``start_step`` on, endlessly over epochs.
+
+        Each call has its own workers; they live over all epochs, until the iterator is closed or dropped.
+        """
+        if self.workers == 0:
+            return map(self._fetch.__getitem__, self._keys(start_step))
+        return _from_workers(self._loader(lambda: self._keys(start_step), persistent=False))
+
+    def ordered(self, batch_size: int | None = None) -> "_Ordered":
+        """Each sample once, in its place, for evaluation; can be gone through again (workers stay up)."""
+        size = self.batch_size if batch_size is None else batch_size
+        if size not in self._ordered:
+            self._ordered[size] = _Ordered(self, size)
+        return self._ordered[size]
+
+    def close(self) -> None:
+        """End the workers that ``ordered`` keeps."""
+        self._ordered.clear()
+
+    def _keys(self, start_step: int) -> Iterator[_Key]:
+        epoch, batch = divmod(start_step, self.steps_per_epoch)
+        while True:
+            order = epoch_order(self.samples, self.seed, epoch) if self.shuffle else np.arange(self.samples)
+            for at in range(batch * self.batch_size, self.steps_per_epoch * self.batch_size, self.batch_size):
+                yield _Key(epoch, order[at : at + self.batch_size])
+            epoch, batch = epoch + 1, 0
+
+    def _loader(self, keys: Callable[[], Iterator[_Key]], *, persistent: bool) -> "DataLoader[Any]":
+        return DataLoader(
+            _InWorker(self._fetch),  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=_Keys(keys),
+            num_workers=self.workers,
+            collate_fn=_unchanged,
+            worker_init_fn=_die_with_parent,
+            persistent_workers=persistent,
+            # Without a generator of its own the loader draws its base seed from the user's.
+            generator=torch.Generator().manual_seed(0),
+            # A spawned worker would import the user's script again and can't unpickle what a file.py defines.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
+        )
+
+
+class _Ordered:
+    """The samples in order, once; what `Feed.ordered` gives."""
+
+    def __init__(self, feed: Feed, batch_size: int) -> None:
+        if batch_size < 1:
+            raise TaskError(f"batch_size={batch_size}: an evaluation batch needs at least 1 sample")
+        self._samples, self._size, self._fetch = feed.samples, batch_size, feed._fetch
+        self._loader = feed._loader(self._keys, persistent=True) if feed.workers else None
+
+    def __len__(self) -> int:
+        return -(-self._samples // self._size)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._loader is None:
+            return map(self._fetch.__getitem__, self._keys())
+        return _from_workers(self._loader)
+
+    def _keys(self) -> Iterator[_Key]:
+        for at in range(0, self._samples, self._size):
+            yield _Key(0, np.arange(at, min(at + self._size, self._samples)))
+
+
+def _from_workers(loader: "DataLoader[Any]") -> Iterator[Any]:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of any fork beside threads (torch's own); the workers touch none of their locks.
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
+        # A data set's own advice on worker counts is the caller's business, not a defect.
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        batches = iter(loader)
+    for batch in batches:
+        if isinstance(batch, _Failed):
+            raise batch.error
+        yield batch
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """``batch`` with every tensor on ``device``; the same object where nothing had to move.
+
+    Goes through dicts, lists, tuples and named tuples; anything else with a ``to`` method (a packed sequence,
+    a tokenizer's output) is moved by it; the rest is left alone.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, dict):
+        values = {key: to_device(value, device) for key, value in batch.items()}
+        if all(values[key] is value for key, value in batch.items()):
+            return batch
+        moved = copy.copy(batch)  # keeps a subclass, and a defaultdict's factory
+        moved.update(values)
+        return moved
+    if isinstance(batch, (list, tuple)):
+        items = [to_device(value, device) for value in batch]
+        if all(new is old for new, old in zip(items, batch, strict=True)):
+            return batch
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch
+
+
+class DeviceFeed(Generic[Batch]):
+    """Any iterable of batches, each moved to a device; what ``session.feed(loader)`` returns."""
+
+    def __init__(self, loader: Iterable[Batch], device: torch.device | str) -> None:
+        self.loader = loader
+        wanted = torch.device(device)
+        # Tensors say "cuda:0" where the user says "cuda".
+        self.device = torch.empty(0, device=wanted).device if wanted.type not in ("cpu", "meta") else wanted
+
+    def __iter__(self) -> Iterator[Batch]:
+        device = self.device
+        for batch in self.loader:
+            yield to_device(batch, device)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
