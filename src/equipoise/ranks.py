@@ -1,0 +1,48 @@
+"""Ranks: who am I, how many are we, and agreeing before deciding.
+
+Enters: a local finding. Leaves: the same finding on every rank. Where: before any decision that must be alike.
+With one process nothing is sent. Torch is imported only when a process group may exist.
+"""
+
+import sys
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+def _group_ready() -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    dist = torch.distributed
+    return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def world_size() -> int:
+    """Number of processes that train together; 1 without a process group."""
+    return sys.modules["torch"].distributed.get_world_size() if _group_ready() else 1
+
+
+def rank() -> int:
+    """This process's number; 0 without a process group."""
+    return sys.modules["torch"].distributed.get_rank() if _group_ready() else 0
+
+
+def agree_max(flag: "torch.Tensor") -> "torch.Tensor":
+    """The largest ``flag`` (any shape) over all ranks, in place; one all-reduce, none with one process."""
+    if _group_ready():
+        dist = sys.modules["torch"].distributed
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return flag
+
+
+def agree(value: T) -> T:
+    """Rank 0's ``value`` on every rank (pickled; between steps only)."""
+    if not _group_ready():
+        return value
+    box = [value]
+    sys.modules["torch"].distributed.broadcast_object_list(box, src=0)
+    return box[0]
