@@ -1,8 +1,9 @@
 """``equipoise``: the verbs put together, and what every one of them does with an error.
 
-Enters: the words of the command line. Leaves: the verb's output on stdout, errors on stderr, an exit code: 0; 2 for
-the user's mistake; 1 for ours; 130 after Ctrl-C. Where: the outermost layer. Neither this file nor a verb's file
-imports torch, scikit-learn or matplotlib at its top, so that ``--help`` answers at once: a test says so.
+Enters: the words of the command line. Leaves: the verb's output on stdout, errors on stderr, an exit code:
+0; 2 for the user's mistake; 1 for ours; 130 after Ctrl-C. Where: the outermost layer. Neither this file nor a
+verb's file imports torch, scikit-learn or matplotlib at its top, so that ``--help`` answers at once: a test
+says so.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ VERBS = {
     "report": "report",
     "init-task": "init_task",
 }
-"""Verb -> the module beside this one, whose function of the same name takes the options. The order of ``--help``."""
+"""Verb -> the module beside this one; its function of the same name takes the options. ``--help``'s order."""
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -57,13 +58,14 @@ def _exit_code(error: BaseException) -> int:
         _say(f"error: {error}")
         return 2 if isinstance(error, UserError) else 1
     if isinstance(error, OSError) and error.errno in _NO_ROOM | _NOT_ALLOWED:
-        what = "free some space" if error.errno in _NO_ROOM else "change its permissions"
-        _say(f"error: {error.filename or 'the disk'}: {error.strerror}; {what} or choose another place with --out")
+        todo = "free some space" if error.errno in _NO_ROOM else "change its permissions"
+        where = error.filename or "the disk"
+        _say(f"error: {where}: {error.strerror}; {todo} or choose another place with --out")
         return 2
     _say("".join(traceback.format_exception(error)).rstrip())
     _say(
-        f"internal error: {type(error).__name__}. If the last lines above lie in your own file, mend it there; "
-        f"else please report them together with the output of `equipoise --version`."
+        f"internal error: {type(error).__name__}. If the last lines above lie in your own file, mend it "
+        f"there; else please report them together with the output of `equipoise --version`."
     )
     return 1
 
@@ -91,14 +93,16 @@ def _print_version(wanted: bool) -> None:
             torch = metadata.version("torch")
         except metadata.PackageNotFoundError:
             torch = "not installed"
-        typer.echo(f"equipoise {__version__} (torch {torch}, Python {platform.python_version()}, {sys.platform})")
+        python = platform.python_version()
+        typer.echo(f"equipoise {__version__} (torch {torch}, Python {python}, {sys.platform})")
         raise typer.Exit()
 
 
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and stop.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and stop."),
     ] = False,
 ) -> None:
     pass
