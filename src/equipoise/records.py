@@ -121,14 +121,14 @@ class StepParts:
 class StepReport:
     """What one step did. Reading ``loss`` or ``grad_norm`` is the documented host sync; the rest is free."""
 
-    __slots__ = ("_grad_norm", "_loss", "_skipped", "parts", "scale", "step")
+    __slots__ = ("_grad_norm", "_loss", "_scale", "_skipped", "parts", "step")
 
-    def __init__(self, step: int, loss: Any, skipped: Any, scale: float = 1.0, grad_norm: Any = None,
+    def __init__(self, step: int, loss: Any, skipped: Any, scale: Any = 1.0, grad_norm: Any = None,
                  parts: StepParts | None = None) -> None:  # fmt: skip
         self.step = step
         self._loss = loss
         self._skipped = skipped
-        self.scale = scale
+        self._scale = scale
         self._grad_norm = grad_norm
         self.parts = parts
 
@@ -141,6 +141,11 @@ class StepReport:
     def skipped(self) -> bool:
         """Whether the optimizer left the weights alone. Reads from the device if the answer is still there."""
         return bool(self._skipped)
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of this step; 1 where none is needed. Reads from the device."""
+        return float(self._scale)
 
     @property
     def grad_norm(self) -> float | None:
@@ -157,7 +162,7 @@ class StepReport:
         return row
 
     def __repr__(self) -> str:
-        return f"StepReport(step={self.step}, scale={self.scale})"
+        return f"StepReport(step={self.step})"
 
 
 class Trial(Protocol):

@@ -1,0 +1,193 @@
+"""A Policy applied to modules; removable.
+
+Enters: a model and the format of each of its modules. Leaves: the same model, whose ``forward`` runs in that
+format, and the context that a step's forward runs under. Where: inside a step, before the first layer.
+
+The root's half format is torch's autocast, entered by ``Session.autocast()``. A module whose format differs from
+its parent's has its ``forward`` replaced *on the instance* by a bound method that enters its own format:
+
+- FP32 inside half: autocast off, half inputs widened. Weights are FP32 already.
+- half inside FP32: autocast on, floating outputs widened, since the parent's operators expect FP32.
+
+Instance attributes leave ``state_dict``, ``isinstance``, hooks and ``deepcopy`` alone (``copy`` rebinds a method to
+the copied module). Source: torch.amp's operator lists; Hugging Face Accelerate replaces ``forward`` likewise.
+"""
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PolicyError
+from ..formats import FORMATS
+
+NARROWABLE = (
+    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+    nn.ConvTranspose3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
+)  # fmt: skip
+"""Layers whose products run in the policy's format. Norms, embeddings and activations follow their inputs."""
+
+_OWN_FORWARD = "_equipoise_forward"
+
+
+def dtype_of(format_name: str) -> torch.dtype:
+    """The torch dtype of a format."""
+    dtype = getattr(torch, FORMATS[format_name].torch_name)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside DataParallel, DistributedDataParallel or ``torch.compile``."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(inner := model.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that own parameters themselves, by dotted name: what a plan lists."""
+    for name, module in model.named_modules():
+        if module._parameters and any(p is not None for p in module._parameters.values()):
+            yield name, module
+
+
+def layer_formats(model: nn.Module, formats: Mapping[str, str]) -> dict[str, str]:
+    """What each layer computes in under ``formats``: layers that keep FP32 statistics count as FP32."""
+    return {name: formats[name] if isinstance(module, NARROWABLE) else "fp32" for name, module in layers(model)}
+
+
+def _map_floats(value: Any, accepts: Callable[[torch.Tensor], bool], dtype: torch.dtype) -> Any:
+    """``value`` with each floating tensor that ``accepts`` says yes to in ``dtype``; containers kept."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if accepts(value) else value
+    if isinstance(value, (list, tuple)):
+        items = [_map_floats(v, accepts, dtype) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is dict:
+        return {k: _map_floats(v, accepts, dtype) for k, v in value.items()}
+    return value
+
+
+def is_half(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is bfloat16 or float16."""
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _forward_wide(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    args = _map_floats(args, is_half, torch.float32)
+    kwargs = _map_floats(kwargs, is_half, torch.float32)
+    device = self.__dict__["_equipoise_device"]
+    if not torch.is_autocast_enabled(device):
+        return self.__dict__[_OWN_FORWARD](*args, **kwargs)
+    with torch.autocast(device, enabled=False):
+        return self.__dict__[_OWN_FORWARD](*args, **kwargs)
+
+
+def _forward_narrow(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(self.__dict__["_equipoise_device"], dtype=self.__dict__["_equipoise_dtype"]):
+        out = self.__dict__[_OWN_FORWARD](*args, **kwargs)
+    return _map_floats(out, is_half, torch.float32)
+
+
+class Casts:
+    """A policy at work on one model; :meth:`remove` undoes it.
+
+    Args:
+        model: the user's module, not wrapped.
+        formats: format of every module by dotted name, the root ``""`` included.
+        device: torch device type.
+
+    Raises:
+        PolicyError: one weight would be read in two half formats (autocast caches its copy by weight alone).
+    """
+
+    def __init__(self, model: nn.Module, formats: Mapping[str, str], device: str) -> None:
+        _refuse_two_halves(model, formats)
+        self.root_format = formats[""]
+        self._device = device
+        self._wrapped: list[nn.Module] = []
+        self._root = model
+        parents = {id(child): name for name, module in model.named_modules() for child in module.children()}
+        for name, module in model.named_modules():
+            if name and formats[name] != formats[parents[id(module)]]:
+                self._wrap(module, formats[name], formats[parents[id(module)]])
+        self._half = FORMATS[self.root_format].is_half
+        self._dtype = dtype_of(self.root_format)
+        # A weight changed by hand inside a context must be seen: the copy that autocast keeps is dropped whenever
+        # the model starts a forward.
+        self._fresh = model.register_forward_pre_hook(_drop_cached_casts) if self._half else None
+
+    def _wrap(self, module: nn.Module, format_name: str, parent_format: str) -> None:
+        own = module.__dict__
+        if _OWN_FORWARD in own:
+            return
+        # object.__setattr__: nn.Module's own would look for parameters and modules in each value.
+        object.__setattr__(module, "_equipoise_had_forward", "forward" in own)
+        object.__setattr__(module, _OWN_FORWARD, module.forward)
+        object.__setattr__(module, "_equipoise_device", self._device)
+        object.__setattr__(module, "_equipoise_dtype", dtype_of(format_name))
+        if format_name == "fp32":
+            function: Callable[..., Any] = _forward_wide
+        elif parent_format == "fp32":
+            function = _forward_narrow
+        else:
+            function = _forward_other_half
+        object.__setattr__(module, "forward", types.MethodType(function, module))
+        self._wrapped.append(module)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What a forward runs under: autocast in the root's half format, or nothing."""
+        return torch.autocast(self._device, dtype=self._dtype) if self._half else nullcontext()
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether any module computes in FP16."""
+        fp16 = torch.float16
+        return self._dtype is fp16 or any(m.__dict__.get("_equipoise_dtype") is fp16 for m in self._wrapped)
+
+    def remove(self) -> None:
+        """Give every module its own ``forward`` back."""
+        for module in self._wrapped:
+            own = module.__dict__
+            forward = own.pop(_OWN_FORWARD, None)
+            if own.pop("_equipoise_had_forward", False):
+                own["forward"] = forward
+            else:
+                own.pop("forward", None)
+            for key in ("_equipoise_device", "_equipoise_dtype"):
+                own.pop(key, None)
+        self._wrapped.clear()
+        if self._fresh is not None:
+            self._fresh.remove()
+            self._fresh = None
+
+
+def _forward_other_half(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # One half inside the other: the inner autocast casts inputs and weights to its own dtype.
+    with torch.autocast(self.__dict__["_equipoise_device"], dtype=self.__dict__["_equipoise_dtype"]):
+        return self.__dict__[_OWN_FORWARD](*args, **kwargs)
+
+
+def _drop_cached_casts(module: nn.Module, args: Any) -> None:
+    torch.clear_autocast_cache()
+
+
+def _refuse_two_halves(model: nn.Module, formats: Mapping[str, str]) -> None:
+    seen: dict[int, tuple[str, str]] = {}
+    for name, module in layers(model):
+        fmt = formats[name]
+        if not FORMATS[fmt].is_half:
+            continue
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            other = seen.setdefault(id(parameter), (fmt, f"{name}.{key}"))
+            if other[0] != fmt:
+                raise PolicyError(f"one weight is shared by {other[1]} ({other[0]}) and {name}.{key} ({fmt}); "
+                                  "a shared weight can have one half format only: give both layers the same")  # fmt: skip

@@ -1,0 +1,79 @@
+"""Optimizers: the one-kernel (fused) update, switched on in place and put back.
+
+Enters: the user's optimizer. Leaves: the same object, whose ``step`` uses torch's fused kernel. Where: at the end of
+a step. The fused kernel computes the same update and may differ from the loop over parameters in the last digits.
+Source: ``torch.optim`` (``fused=``, and the attributes that ``GradScaler`` reads from a fused optimizer).
+"""
+
+from typing import Any
+
+import torch
+
+_FUSABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_AMP_ATTRIBUTES = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer inside a wrapper that keeps it as ``.optimizer``; itself otherwise."""
+    seen = set()
+    while not isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+    return optimizer
+
+
+def can_fuse(optimizer: Any) -> bool:
+    """Whether torch has a fused kernel for every parameter of this optimizer, and the user left the choice open."""
+    optimizer = inner_optimizer(optimizer)
+    if type(optimizer) not in _FUSABLE:
+        return False
+    for group in optimizer.param_groups:
+        if group.get("fused") or group.get("differentiable") or group.get("capturable") or group.get("foreach"):
+            return False
+        for p in group["params"]:
+            if not (p.is_floating_point() and type(p.data) is torch.Tensor and p.layout is torch.strided):
+                return False
+            if p.device.type not in ("cpu", "cuda", "xpu", "mps"):
+                return False
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                return False
+            if p.device.type != "cpu" and isinstance(optimizer, torch.optim.Adagrad):
+                return False
+    return True
+
+
+class Fused:
+    """The fused update switched on in one optimizer; :meth:`remove` restores every setting."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = inner_optimizer(optimizer)
+        self._defaults = dict(self._optimizer.defaults)
+        self._groups = [(group, {k: group.get(k) for k in ("fused", "foreach")}) for group in self._optimizer.param_groups]
+        self._attributes = {k: self._optimizer.__dict__.get(k) for k in _AMP_ATTRIBUTES}
+        self._optimizer.defaults["fused"] = True  # groups that the user adds later
+        for group in self._optimizer.param_groups:
+            group["fused"] = True
+            group["foreach"] = False
+        for key in _AMP_ATTRIBUTES:
+            setattr(self._optimizer, key, True)
+        self._move_step_counts(to_device=True)
+
+    def _move_step_counts(self, *, to_device: bool) -> None:
+        # The fused kernel wants the count beside the weights, the other updates want it on the host.
+        for parameter, state in self._optimizer.state.items():
+            count = state.get("step")
+            if isinstance(count, torch.Tensor) and parameter.device.type != "cpu":
+                state["step"] = count.to(parameter.device if to_device else "cpu", torch.float32)
+
+    def remove(self) -> None:
+        """Back to the user's own settings, for groups added since too."""
+        self._move_step_counts(to_device=False)
+        known = {id(group): settings for group, settings in self._groups}
+        self._optimizer.defaults["fused"] = self._defaults.get("fused")
+        for group in self._optimizer.param_groups:
+            group.update(known.get(id(group), {k: self._defaults.get(k) for k in ("fused", "foreach")}))
+        for key, value in self._attributes.items():
+            if value is None:
+                self._optimizer.__dict__.pop(key, None)
+            else:
+                setattr(self._optimizer, key, value)
