@@ -1,0 +1,1 @@
+"""Before the first step: what the machine does, what each layer costs, which plan follows."""

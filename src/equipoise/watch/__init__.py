@@ -1,0 +1,1 @@
+"""Between steps: what is recorded, saved and decided."""
