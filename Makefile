@@ -7,7 +7,7 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 # A stamp is older than what it was made from when the set-up has to run again.
 PARTS := pyproject.toml constraints.txt
 
