@@ -1,4 +1,4 @@
-"""A test whose need is absent is skipped, and the end of the output says so: CI without extras stays honest."""
+"""A test whose need is absent is skipped, and the end of the output says so."""
 
 import subprocess
 import sys
@@ -18,7 +18,8 @@ def test_what_did_not_run_is_listed_with_its_reason(tmp_path: Path) -> None:
         "@pytest.mark.slow\n"
         "def test_slow(): assert False, 'must not run'\n"
     )
-    pytest_ = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", str(HERE.parent / "pyproject.toml")]
+    settings = str(HERE.parent / "pyproject.toml")
+    pytest_ = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", settings]
     command = [*pytest_, "--rootdir", str(tmp_path), "-m", "not slow", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
