@@ -12,7 +12,8 @@ With ``n`` seeds and differences ``d_i = plan_i - fp32_i``, signed so that posit
 - worse: ``m + t(1 - alpha, n - 1) e < -margin``;
 - inconclusive: neither, or fewer than 3 seeds, or FP32 itself is not finite.
 
-The interval that is shown, ``[low, high]``, is two-sided at 95 %, of ``plan - fp32`` as it is, in the metric's units. Seeds are the unit: cases inside one test set say nothing about the next training run.
+The interval that is shown, ``[low, high]``, is two-sided at 95 %, of ``plan - fp32`` as it is, in the
+metric's units. Seeds are the unit: cases inside one test set say nothing about the next training run.
 """
 
 import html
@@ -96,7 +97,8 @@ def judge(fp32: Sequence[float], plan: Sequence[float], *, margin: float | None,
     return Judgement(
         verdict=verdict, fp32=means[0], plan=means[1], difference=difference, low=low, high=high,
         bound=None if bound is None else bound[0], margin=margin, alpha=alpha, seeds=n,
-        higher_is_better=higher_is_better, power=_power(signed, margin, alpha) if clean else None, reason=reason,
+        higher_is_better=higher_is_better, reason=reason,
+        power=_power(signed, margin, alpha) if clean else None,
     )  # fmt: skip
 
 
@@ -150,7 +152,7 @@ def _decide(reference: np.ndarray, candidate: np.ndarray, signed: np.ndarray, ma
         return None, "No margin says what still counts as not worse, so there is an interval and no verdict."
     if n < MIN_SEEDS:
         return "inconclusive", (
-            f"{n} seed{'s' * (n > 1)} can't tell a method's quality from chance; it takes at least {MIN_SEEDS}."
+            f"{n} seed{'s' * (n > 1)} can't tell a method's quality from chance; it takes {MIN_SEEDS}."
         )
     if not np.isfinite(reference).all():
         lost = n - int(np.isfinite(reference).sum())
@@ -240,7 +242,7 @@ class ForeignLoad:
 
     Reads the machine's busy time from ``/proc/stat`` and takes off what the given sessions (process groups of
     one terminal or one ``setsid``, workers included) used. Cores that would have been idle anyway are not
-    missed: with 8 cores and 2 threads, 4 busy foreign cores count as 0. Without ``/proc`` the share is unknown.
+    missed: with 8 cores and 2 threads, 4 busy foreign cores count as 0. Without ``/proc`` it is unknown.
     """
 
     def __init__(self, threads: int, sessions: Sequence[int] = (), *, proc: str = "/proc") -> None:
@@ -249,7 +251,7 @@ class ForeignLoad:
         self._begin = self._read()
 
     def share(self) -> float | None:
-        """The share since the last answer, from 0 up; None (and the window goes on) when unknown or too short."""
+        """The share since the last answer, from 0 up; None (the window goes on) when unknown or too short."""
         now = self._read()
         wall_s, busy_s, own_s = (a - b for a, b in zip(now, self._begin, strict=True))
         # The counters tick every 10 ms: below that many ticks they say nothing.
@@ -282,7 +284,7 @@ def _session_s(proc: Path, sessions: set[int]) -> Iterator[float]:
     """CPU seconds of each living process of the sessions, and of its children that ended."""
     for path in proc.glob("[0-9]*/stat") if sessions else ():
         try:
-            # After the name, which may hold blanks: state ppid pgrp session ... utime is the 12th, cstime the 15th.
+            # After the name, which may hold blanks: session is the 4th word, utime to cstime are 12 to 15.
             words = path.read_text().rpartition(")")[2].split()
             if int(words[3]) in sessions:
                 yield sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
