@@ -1,0 +1,1 @@
+"""After the run: what a person keeps. Nothing here needs torch."""
