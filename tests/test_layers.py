@@ -15,7 +15,7 @@ PACKAGE = Path(equipoise.__file__).parent
 LAYERS = {
     0: {"errors", "formats", "policy", "sensitive", "records", "ranks", "evidence"},
     1: {"plan", "step", "watch"},
-    2: {"session", "task", "trials", "run", "comparison", "config"},
+    2: {"session", "task", "trials", "run", "rundir", "evaluation", "comparison", "arms", "tally", "config"},
     3: {"adapters", "deliver", "tasks", "cli", "__main__", "arm_plain", "arm_plan"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
@@ -23,7 +23,10 @@ LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 KNOW_ALL_TIMES = {"session", "trials", "run"}
 """The files of L2 that may know more than one of plan, step and watch."""
 
-TORCH_FREE = ("errors", "formats", "records", "policy", "evidence", "comparison", "plan.machine")
+TORCH_FREE = (
+    "errors", "formats", "records", "policy", "ranks", "evidence", "plan.machine",
+    "comparison", "arms", "tally", "config", "rundir",
+)  # fmt: skip
 """Beside these: the root, and everything in deliver/ and cli/."""
 
 
