@@ -263,8 +263,9 @@ class Plan:
         lines += [f"{c.what} {c.where}: {c.choice} because {c.reason}" for c in self.choices]
         matches = self.policy.resolve(["", *self.formats]) if self.formats else {}
         for name, fmt in self.formats.items():
-            winner = matches[name].pattern or "default"
-            lines.append(f"  {name or '(root)'}: {fmt} (entry: {winner})")
+            match = matches[name]
+            why = f"entry: {match.pattern or 'default'}" if fmt == match.format else "keeps FP32 weights and statistics"
+            lines.append(f"  {name or '(root)'}: {fmt} ({why})")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
