@@ -1,8 +1,8 @@
 """The baseline arms of a comparison: a training loop as a careful user writes it, in a process of its own.
 
 Enters: requests, one JSON object a line, on stdin. Leaves: answers the same way on stdout; what the task
-prints goes to stderr. Where: a child of `comparison`; it imports nothing of Equipoise but the task, so that no
-part of ours can slow the baseline or help it. Source: PyTorch's automatic mixed precision recipe.
+prints goes to stderr. Where: a child of `comparison`; it imports nothing of Equipoise but the task, so that
+no part of ours can slow the baseline or help it. Source: PyTorch's automatic mixed precision recipe.
 
 Requests: ``setup`` (build the task for a seed), ``advance`` (that many steps), ``evaluate`` (a split),
 ``finish``. Between requests the process blocks and takes no CPU: whoever works holds the token. When stdin
@@ -30,6 +30,9 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+MAX_SCORES = 1000
+"""Columns of a predictions table; with more scores a case (a map, a sequence) it is kept as an array."""
 
 Key = tuple[int, np.ndarray]
 """An epoch and the numbers of one batch's samples."""
@@ -93,12 +96,27 @@ class Loader(Dataset[Any]):
         if workers == 0:
             return map(self.__getitem__, keys)
         context = "fork" if sys.platform == "linux" else None
-        return iter(DataLoader(self, batch_size=None, sampler=keys, num_workers=workers,
-                               collate_fn=_unchanged, multiprocessing_context=context))  # fmt: skip
+        loader = DataLoader(
+            self, batch_size=None, sampler=keys, num_workers=workers, collate_fn=_unchanged,
+            worker_init_fn=_die_with_parent, multiprocessing_context=context,
+            generator=torch.Generator(),  # else it would draw from the one that dropout uses
+        )  # fmt: skip
+        return iter(loader)
 
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _die_with_parent(_: int) -> None:
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _mix(*words: int) -> int:
@@ -153,7 +171,7 @@ class PlainArm:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._device = torch.device(options.device)
+        self._device = pick_device(options.device)
         self._half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
         self._make = import_module("equipoise.tasks").resolve(options.task)
 
@@ -256,6 +274,13 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def pick_device(name: str) -> torch.device:
+    """``auto``: the accelerator that is there, else the CPU."""
+    if name != "auto":
+        return torch.device(name)
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type != "cpu":
@@ -273,8 +298,9 @@ def describe(task: Any) -> dict[str, Any]:
     return {
         "name": task.name, "about": task.about, "metric_name": task.metric_name, "margin": task.margin,
         "higher_is_better": task.higher_is_better, "margin_relative": task.margin_relative,
-        "steps": task.steps, "eval_every": task.eval_every, "batch_size": task.batch_size, "train_size": len(task.train),
-        "extra_metrics": sorted(task.extra_metrics or {}), "threads": torch.get_num_threads(),
+        "steps": task.steps, "eval_every": task.eval_every, "batch_size": task.batch_size,
+        "train_size": len(task.train), "extra_metrics": sorted(task.extra_metrics or {}),
+        "threads": torch.get_num_threads(),
     }  # fmt: skip
 
 
@@ -288,14 +314,18 @@ def metrics_of(task: Any, labels: np.ndarray, scores: np.ndarray) -> dict[str, A
 
 
 def write_predictions(path: Path, labels: np.ndarray, scores: np.ndarray, subgroup: Any) -> None:
-    """``case,label,score,subgroup``; several labels or scores of a case stand in one field, blank between."""
-    n = len(scores)
+    """``case,label,score,subgroup`` as CSV, or an ``.npz`` where a case has a whole array."""
+    flat = scores.reshape(len(scores), -1)
+    width = flat.shape[1]
+    if labels.ndim > 1 or width > MAX_SCORES:
+        np.savez_compressed(path.with_suffix(".npz"), labels=labels, scores=scores)
+        return
+    names = ["score"] if width == 1 else [f"score_{i}" for i in range(width)]
     with path.open("w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(("case", "label", "score", "subgroup"))
-        for case, label, score in zip(range(n), labels.reshape(n, -1), scores.reshape(n, -1), strict=True):
-            group = "" if subgroup is None else subgroup[case]
-            rows.writerow((case, " ".join(map(str, label)), " ".join(map(str, score)), group))
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["case", "label", *names, "subgroup"])
+        for case, (label, row) in enumerate(zip(labels.tolist(), flat, strict=True)):
+            rows.writerow([case, label, *map(str, row), "" if subgroup is None else subgroup[case]])
 
 
 def peak_memory_bytes() -> int | None:
@@ -361,7 +391,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("task")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--data")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--plan")
     parser.add_argument("--workers", type=int, default=0)
     return parser.parse_args(argv)
 

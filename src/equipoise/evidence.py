@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from .errors import TaskError
 
@@ -123,13 +122,27 @@ def _mean(signed: np.ndarray) -> float:
 
 
 def _interval(difference: float, signed: np.ndarray) -> tuple[float, float]:
-    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(signed) - 1)) * _standard_error(signed)
+    half = _t(0.5 + CONFIDENCE / 2, len(signed) - 1) * _standard_error(signed)
     return difference - half, difference + half
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """95 % t interval of the mean; None where fewer than two finite values leave it undefined."""
+    data = np.asarray(values, dtype=float)
+    if len(data) < 2 or not np.isfinite(data).all():
+        return None, None
+    return _interval(float(data.mean()), data)
+
+
+def _t(quantile: float, freedom: int) -> float:
+    from scipy import stats  # a second to import, and a Session needs this module for the foreign load only
+
+    return float(stats.t.ppf(quantile, freedom))
 
 
 def _one_sided(signed: np.ndarray, alpha: float) -> tuple[float, float]:
     """Lower and upper bound of the mean signed difference, each at level ``alpha``."""
-    reach = float(stats.t.ppf(1 - alpha, len(signed) - 1)) * _standard_error(signed)
+    reach = _t(1 - alpha, len(signed) - 1) * _standard_error(signed)
     return _mean(signed) - reach, _mean(signed) + reach
 
 
@@ -142,7 +155,9 @@ def _power(signed: np.ndarray, margin: float | None, alpha: float) -> float | No
         return 1.0
     if margin / error > 40:  # the noncentral t has no digits left there, and the power is 1
         return 1.0
-    return float(stats.nct.sf(stats.t.ppf(1 - alpha, n - 1), n - 1, margin / error))
+    from scipy import stats
+
+    return float(stats.nct.sf(_t(1 - alpha, n - 1), n - 1, margin / error))
 
 
 def _decide(reference: np.ndarray, candidate: np.ndarray, signed: np.ndarray, margin: float | None,
