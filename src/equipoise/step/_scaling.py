@@ -138,7 +138,8 @@ def _own_values(grad: torch.Tensor) -> torch.Tensor:
 def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Whether this is a fused SGD before its first step with momentum.
 
-    Its kernel leaves the new momentum buffer uninitialised when it skips, and the next step reads it (torch 2.13).
+    Its kernel leaves the new momentum buffer uninitialised when it skips, and the next step reads it
+    (torch 2.13).
     """
     if not isinstance(optimizer, torch.optim.SGD) or not getattr(
         optimizer, "_step_supports_amp_scaling", False
