@@ -177,7 +177,7 @@ def test_when_all_are_damaged_the_run_is_not_started_over_in_silence(tmp_path):
     _three(tmp_path)
     for path in snapshot.checkpoints(tmp_path):
         _cut(path)
-    with pytest.raises(RunError, match="no checkpoint in .* is complete"):
+    with pytest.raises(RunError, match=r"no checkpoint in .* is complete"):
         snapshot.load_newest(DISK, tmp_path)
     assert len(snapshot.checkpoints(tmp_path)) == 3
 

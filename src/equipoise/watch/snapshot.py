@@ -1,6 +1,6 @@
 """Checkpoints: everything that a run needs to go on, saved and restored bit for bit.
 
-Enters: state dicts of tensors and plain values, RNG states. Leaves: ``step-00000123.pt`` beside a manifest of
+Enters: state dicts of tensors and plain values. Leaves: ``step-00000123.pt`` beside a manifest of
 its size and SHA-256, or the state read back. Where: between steps. Source: torch's notes on ``weights_only``.
 
 The manifest gets its name first, so a ``.pt`` with its name is complete; one that doesn't match its manifest
@@ -26,6 +26,7 @@ from torch import nn
 
 from ..errors import RunError
 from .files import Disk, put, put_json
+from .state import rng_state, set_rng_state
 
 SCHEMA = 1
 """Version of a checkpoint's content; another one is refused."""
@@ -103,28 +104,6 @@ def _alike(old: Mapping[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     if hasattr(old, "_metadata"):
         vars(new)["_metadata"] = old._metadata
     return new
-
-
-def rng_state() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, every device's included."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the generators back to what :func:`rng_state` gave."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(tuple(state["numpy"]))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def seed_everything(seed: int) -> None:
