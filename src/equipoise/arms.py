@@ -34,6 +34,8 @@ WARM_ROUNDS = 2
 """Rounds at the start of each seed that don't count: kernels are chosen and caches filled in them."""
 HOPELESS = 4.0
 """Plain autocast this many times slower than FP32 is stopped: without half kernels it is 40 to 130 times."""
+HOPELESS_S = 0.05
+"""A step shorter than this is never hopeless: the whole run is short."""
 
 Sink = Callable[[Mapping[str, Any]], None]
 """Gets an event a slice, for progress."""
@@ -276,7 +278,7 @@ class Race:
         """The number of steps of the next slice; slices between two evaluations are alike."""
         steps, every = self.steps or 1, self._eval_every()
         left = min(steps, (step // every + 1) * every) - step
-        if len(self.tracks["fp32"][seed].slices) < WARM_ROUNDS:
+        if len(self.tracks["fp32"][seed].slices) <= WARM_ROUNDS:
             return min(left, 1)
         wanted = max(1, min(int(SLICE_S / self._step_s("fp32", seed)), steps // ROUNDS))
         return -(-left // max(1, round(left / wanted)))
@@ -298,16 +300,20 @@ class Race:
         return self.steps
 
     def _stop_hopeless(self, seed: int, number: int, rounds: int, step: int) -> None:
-        if "autocast" not in self.children or number > 0 or rounds != WARM_ROUNDS:
+        if "autocast" not in self.children or number > 0 or rounds != WARM_ROUNDS + 1:
             return
-        ratio = self._step_s("autocast", seed) / self._step_s("fp32", seed)
-        if ratio > HOPELESS and self._step_s("autocast", seed) > 0.01:
+        # Its best against FP32's worst: a disturbed step must not condemn it.
+        best_s, worst_s = (
+            choose(row["time_s"] / row["steps"] for row in self.tracks[name][seed].slices[1:])
+            for name, choose in (("autocast", min), ("fp32", max))
+        )
+        if best_s > HOPELESS * worst_s and best_s > HOPELESS_S:
             child = self.children.pop("autocast")
             self.peaks["autocast"] = child.peak_mem_bytes
             child.close()
             self.notes.append(
-                f"Plain autocast took {ratio:.0f} times FP32's time for a step and was stopped after {step} "
-                "of them: this machine has no units for its format."
+                f"Plain autocast took {best_s / worst_s:.0f} times FP32's time for a step and was stopped "
+                f"after {step} of them: this machine has no units for its format."
             )
 
 

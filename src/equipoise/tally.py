@@ -106,7 +106,7 @@ def time_to(track: Track, target: float | None, higher_is_better: bool) -> float
 
 def helped(plan: Plan | None, arms: Mapping[str, Any], speed: Ratio) -> str:
     """What made the plan faster where no narrow format pays; empty where one does, or nothing was planned."""
-    if plan is None or set(plan.formats.values()) - {"fp32"} or not plan.formats:
+    if plan is None or plan.source != "auto" or set(plan.formats.values()) != {"fp32"}:
         return ""
     gains = []
     for choice in plan.choices:
