@@ -53,15 +53,29 @@ class Format:
         return self.bits == 16
 
 
-FP32 = Format(name="fp32", bits=32, mantissa_bits=23, min_exponent=-126, largest=(2 - 2.0**-23) * 2.0**127,
-              torch_name="float32")
-BF16 = Format(name="bf16", bits=16, mantissa_bits=7, min_exponent=-126, largest=(2 - 2.0**-7) * 2.0**127,
-              torch_name="bfloat16")
+FP32 = Format(
+    name="fp32",
+    bits=32,
+    mantissa_bits=23,
+    min_exponent=-126,
+    largest=(2 - 2.0**-23) * 2.0**127,
+    torch_name="float32",
+)
+BF16 = Format(
+    name="bf16",
+    bits=16,
+    mantissa_bits=7,
+    min_exponent=-126,
+    largest=(2 - 2.0**-7) * 2.0**127,
+    torch_name="bfloat16",
+)
 FP16 = Format(name="fp16", bits=16, mantissa_bits=10, min_exponent=-14, largest=65504.0, torch_name="float16")
-FP8_E4M3 = Format(name="fp8-e4m3", bits=8, mantissa_bits=3, min_exponent=-6, largest=448.0,
-                  torch_name="float8_e4m3fn")
-FP8_E5M2 = Format(name="fp8-e5m2", bits=8, mantissa_bits=2, min_exponent=-14, largest=57344.0,
-                  torch_name="float8_e5m2")
+FP8_E4M3 = Format(
+    name="fp8-e4m3", bits=8, mantissa_bits=3, min_exponent=-6, largest=448.0, torch_name="float8_e4m3fn"
+)
+FP8_E5M2 = Format(
+    name="fp8-e5m2", bits=8, mantissa_bits=2, min_exponent=-14, largest=57344.0, torch_name="float8_e5m2"
+)
 
 FORMATS: dict[str, Format] = {f.name: f for f in (FP32, BF16, FP16, FP8_E4M3, FP8_E5M2)}
 """All formats by name; what a device can do with each is the probe's answer, not this table's."""
@@ -70,11 +84,24 @@ TRAINABLE = ("fp32", "bf16", "fp16")
 """Formats that a policy may give to a layer today."""
 
 _MIXED = {
-    "fp32": "fp32", "float32": "fp32", "torch.float32": "fp32", "32": "fp32", "32-true": "fp32", "no": "fp32",
-    "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16", "bf16-mixed": "bf16",
-    "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16", "16": "fp16", "16-mixed": "fp16",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "torch.float32": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "no": "fp32",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "torch.bfloat16": "bf16",
+    "bf16-mixed": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "torch.float16": "fp16",
+    "16": "fp16",
+    "16-mixed": "fp16",
     "fp16-mixed": "fp16",
-}  # fmt: skip
+}
 _NARROW_WEIGHTS = {"bf16-true", "16-true", "fp16-true"}
 
 
@@ -87,13 +114,15 @@ def format_named(text: object) -> Format:
     key = str(text).strip().lower()
     if key in _NARROW_WEIGHTS:
         raise FormatError(
-            f"precision {text!r} asks for narrow weights; a format's name here means mixed precision with FP32 "
-            f"master weights. Use {'bf16' if key.startswith('bf') else 'fp16'!r}."
+            f"precision {text!r} asks for narrow weights; a format's name here means mixed precision with "
+            f"FP32 master weights. Use {'bf16' if key.startswith('bf') else 'fp16'!r}."
         )
     name = _MIXED.get(key)
     if name is None:
         if key in FORMATS:
-            raise FormatError(f"format {key!r} is known but can't be trained in yet; allowed: {', '.join(TRAINABLE)}")
+            raise FormatError(
+                f"format {key!r} is known but can't be trained in yet; allowed: {', '.join(TRAINABLE)}"
+            )
         near = difflib.get_close_matches(key, _MIXED, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise FormatError(f"unknown format {text!r}; allowed: {', '.join(TRAINABLE)}{hint}")

@@ -1,12 +1,14 @@
 """Policy: which module gets which number format. Plan: everything decided before the first step.
 
-Enters: text, TOML or what the planner chose. Leaves: frozen values that are matched, explained and written out.
+Enters: text, TOML or what the planner chose. Leaves: frozen values that are matched, explained and written
+out.
 Where: before the first step; no torch, so a plan can be read where no torch is.
 
 Grammar of a policy: entries separated by ``;``. An entry without ``=`` is the default format, every other is
-``pattern=format``. A pattern is a glob over dotted module names (``*`` crosses dots), or ``re:`` and a regular
-expression for the whole name (without ``;``). An entry that names a module holds for everything inside it.
-An exact name beats a pattern, a deeper exact name beats a shallower one, else the later entry wins.
+``pattern=format``. A pattern is a glob over dotted module names (``*`` crosses dots), or ``re:`` and a
+regular expression for the whole name (without ``;``). An entry that names a module holds for everything
+inside it. An exact name beats a pattern, a deeper exact name beats a shallower one, else the later entry
+wins.
 """
 
 import difflib
@@ -64,7 +66,9 @@ class Policy:
                 try:
                     re.compile(pattern[3:])
                 except re.error as error:
-                    raise PolicyError(f"policy pattern {pattern!r} is not a regular expression: {error}") from error
+                    raise PolicyError(
+                        f"policy pattern {pattern!r} is not a regular expression: {error}"
+                    ) from error
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
@@ -83,7 +87,9 @@ class Policy:
                 pattern, _, fmt = part.rpartition("=")
                 entries.append((pattern, fmt))
             elif default is not None:
-                raise PolicyError(f"policy {text!r} has two defaults, {default!r} and {part!r}; only one is allowed")
+                raise PolicyError(
+                    f"policy {text!r} has two defaults, {default!r} and {part!r}; only one is allowed"
+                )
             else:
                 default = part
         if default is None and not entries:
@@ -109,8 +115,8 @@ class Policy:
             if index not in used and not any(_matches(pattern, name) for name in names):
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[1:4]
                 raise PolicyError(
-                    f"policy entry '{pattern}={fmt}' matches no module of the model. Modules are, for example: "
-                    f"{', '.join(n for n in near if n) or 'none with a name'}"
+                    f"policy entry '{pattern}={fmt}' matches no module of the model. Modules are, for "
+                    f"example: {', '.join(n for n in near if n) or 'none with a name'}"
                 )
         return found
 
@@ -165,7 +171,8 @@ class Plan:
     """Whether optimizers use torch's one-kernel update; False leaves each as the user made it."""
     choices: Sequence[Choice] = ()
     source: str = "named"
-    """``named`` (asked for by format), ``static`` (default, nothing could be told apart), ``auto`` (measured) or
+    """``named`` (asked for by format), ``static`` (default, nothing could be told apart), ``auto`` (measured)
+    or
     ``pinned`` (read from a file)."""
     note: str = ""
     """One sentence for people: what was decided, or why nothing could be."""
@@ -176,8 +183,10 @@ class Plan:
         Raises:
             PolicyError: an unknown memory format or source.
         """
-        for what, value, allowed in (("memory_format", self.memory_format, ("contiguous", "channels_last")),
-                                     ("source", self.source, ("named", "static", "auto", "pinned"))):  # fmt: skip
+        for what, value, allowed in (
+            ("memory_format", self.memory_format, ("contiguous", "channels_last")),
+            ("source", self.source, ("named", "static", "auto", "pinned")),
+        ):
             if value not in allowed:
                 raise PolicyError(f"plan: {what} is {value!r}; allowed: {', '.join(allowed)}")
 
@@ -189,16 +198,18 @@ class Plan:
         """The plan as text that :meth:`from_toml` reads back equal."""
         import tomli_w
 
-        return tomli_w.dumps({
-            "schema": PLAN_SCHEMA,
-            "policy": str(self.policy),
-            "memory_format": self.memory_format,
-            "fused_optimizer": self.fused_optimizer,
-            "source": self.source,
-            "note": self.note,
-            "formats": dict(self.formats),
-            "choices": [asdict(c) | {"evidence": dict(c.evidence)} for c in self.choices],
-        })  # fmt: skip
+        return tomli_w.dumps(
+            {
+                "schema": PLAN_SCHEMA,
+                "policy": str(self.policy),
+                "memory_format": self.memory_format,
+                "fused_optimizer": self.fused_optimizer,
+                "source": self.source,
+                "note": self.note,
+                "formats": dict(self.formats),
+                "choices": [asdict(c) | {"evidence": dict(c.evidence)} for c in self.choices],
+            }
+        )
 
     @classmethod
     def from_toml(cls, text: str) -> "Plan":
@@ -212,13 +223,17 @@ class Plan:
         except tomllib.TOMLDecodeError as error:
             raise PolicyError(f"a plan must be TOML: {error}") from error
         if data.pop("schema", None) != PLAN_SCHEMA:
-            raise PolicyError(f"the plan has no 'schema = {PLAN_SCHEMA}'; it was written by another version: plan again")
+            raise PolicyError(
+                f"the plan has no 'schema = {PLAN_SCHEMA}'; it was written by another version: plan again"
+            )
         known = [f for f in cls.__dataclass_fields__]
         for key in data:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
-                raise PolicyError(f"unknown key {key!r} in the plan; allowed: {', '.join(known)}"
-                                  + (f"; did you mean {near[0]!r}?" if near else ""))  # fmt: skip
+                raise PolicyError(
+                    f"unknown key {key!r} in the plan; allowed: {', '.join(known)}"
+                    + (f"; did you mean {near[0]!r}?" if near else "")
+                )
         try:
             choices = tuple(Choice(**c) for c in data.pop("choices", ()))
             return cls(policy=Policy.parse(data.pop("policy", "fp32")), choices=choices, **data)
@@ -251,20 +266,31 @@ class Plan:
     def same_decisions(self, other: "Plan") -> bool:
         """Whether both decide alike; reasons and measured figures may differ."""
         return (self.policy, dict(self.formats), self.memory_format, self.fused_optimizer) == (
-            other.policy, dict(other.formats), other.memory_format, other.fused_optimizer)  # fmt: skip
+            other.policy,
+            dict(other.formats),
+            other.memory_format,
+            other.fused_optimizer,
+        )
 
     def explain(self) -> str:
         """Every choice with its reason, for people."""
         counts = ", ".join(f"{n} in {fmt}" for fmt, n in sorted(self.counts().items())) or "no layers"
-        lines = [f"plan ({self.source}): {self.policy}", f"layers: {counts}; weights {self.memory_format}; optimizer "
-                 + ("fused" if self.fused_optimizer else "as given")]  # fmt: skip
+        lines = [
+            f"plan ({self.source}): {self.policy}",
+            f"layers: {counts}; weights {self.memory_format}; optimizer "
+            + ("fused" if self.fused_optimizer else "as given"),
+        ]
         if self.note:
             lines.append(self.note)
         lines += [f"{c.what} {c.where}: {c.choice} because {c.reason}" for c in self.choices]
         matches = self.policy.resolve(["", *self.formats]) if self.formats else {}
         for name, fmt in self.formats.items():
             match = matches[name]
-            why = f"entry: {match.pattern or 'default'}" if fmt == match.format else "keeps FP32 weights and statistics"
+            why = (
+                f"entry: {match.pattern or 'default'}"
+                if fmt == match.format
+                else "keeps FP32 weights and statistics"
+            )
             lines.append(f"  {name or '(root)'}: {fmt} ({why})")
         return "\n".join(lines)
 
@@ -273,7 +299,8 @@ class Plan:
 
 
 def as_policy(precision: Any) -> Policy:
-    """The policy that a user means by ``precision=``: a format's name, a torch dtype, policy text or a Policy.
+    """The policy that a user means by ``precision=``: a format's name, a torch dtype, policy text or a
+    Policy.
 
     Raises:
         FormatError: an unknown format.

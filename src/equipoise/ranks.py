@@ -1,7 +1,7 @@
 """Ranks: who am I, how many are we, and agreeing before deciding.
 
-Enters: a local finding. Leaves: the same finding on every rank. Where: before any decision that must be alike.
-With one process nothing is sent. Torch is imported only when a process group may exist.
+Enters: a local finding. Leaves: the same finding on every rank. Where: before any decision that must be
+alike. With one process nothing is sent. Torch is imported only when a process group may exist.
 """
 
 import sys

@@ -26,8 +26,12 @@ class Timing:
         """Median and quartiles of at least one time in seconds."""
         ordered = sorted(times_s)
         last = len(ordered) - 1
-        return cls(median_s=statistics.median(ordered), low_s=ordered[round(last * 0.25)],
-                   high_s=ordered[round(last * 0.75)], rounds=len(ordered))  # fmt: skip
+        return cls(
+            median_s=statistics.median(ordered),
+            low_s=ordered[round(last * 0.25)],
+            high_s=ordered[round(last * 0.75)],
+            rounds=len(ordered),
+        )
 
     @property
     def spread(self) -> float:
@@ -65,7 +69,8 @@ class Machine:
     name: str
     formats: Mapping[str, FormatVerdict]
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Cores, threads, memory, CPU features, versions, driver, accelerators seen: for people and the report."""
+    """Cores, threads, memory, CPU features, versions, driver, accelerators seen: for people and the
+    report."""
     readings: Sequence[Mapping[str, Any]] = ()
     """Each {op, shape, direction, format, threads, median_s, low_s, high_s, rounds, rate, unit}."""
     trusted: bool = True
@@ -123,8 +128,15 @@ class StepReport:
 
     __slots__ = ("_grad_norm", "_loss", "_scale", "_skipped", "parts", "step")
 
-    def __init__(self, step: int, loss: Any, skipped: Any, scale: Any = 1.0, grad_norm: Any = None,
-                 parts: StepParts | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        step: int,
+        loss: Any,
+        skipped: Any,
+        scale: Any = 1.0,
+        grad_norm: Any = None,
+        parts: StepParts | None = None,
+    ) -> None:
         self.step = step
         self._loss = loss
         self._skipped = skipped
@@ -139,7 +151,9 @@ class StepReport:
 
     @property
     def skipped(self) -> bool:
-        """Whether the optimizer left the weights alone. Reads from the device if the answer is still there."""
+        """Whether the optimizer left the weights alone. Reads from the device if the answer is still
+        there.
+        """
         return bool(self._skipped)
 
     @property
@@ -154,7 +168,12 @@ class StepReport:
 
     def as_dict(self) -> dict[str, Any]:
         """A row of ``steps.jsonl``."""
-        row: dict[str, Any] = {"step": self.step, "loss": self.loss, "skipped": self.skipped, "scale": self.scale}
+        row: dict[str, Any] = {
+            "step": self.step,
+            "loss": self.loss,
+            "skipped": self.skipped,
+            "scale": self.scale,
+        }
         if self._grad_norm is not None:
             row["grad_norm"] = self.grad_norm
         if self.parts is not None:

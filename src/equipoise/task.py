@@ -23,9 +23,9 @@ Metric = Callable[[np.ndarray, np.ndarray], float]
 class Task:
     """What is trained, on what, and how good is judged.
 
-    ``train``, ``val`` and ``test`` are map-style data sets. One that draws random numbers in ``__getitem__`` stays
-    exact under resume: each sample is drawn under its own seed. One with ``get_batch(indices) -> batch`` is read a
-    batch at a time (faster), and then must not draw random numbers.
+    ``train``, ``val`` and ``test`` are map-style data sets. One that draws random numbers in ``__getitem__``
+    stays exact under resume: each sample is drawn under its own seed. One with ``get_batch(indices) ->
+    batch`` is read a batch at a time (faster), and then must not draw random numbers.
     """
 
     name: str
@@ -40,7 +40,8 @@ class Task:
     metric_name: str
     higher_is_better: bool = True
     margin: float | None = None
-    """The largest loss of ``metric`` that still counts as "not worse", in the metric's own units. None: no verdict."""
+    """The largest loss of ``metric`` that still counts as "not worse", in the metric's own units. None: no
+    verdict."""
     margin_relative: bool = False
     """Whether ``margin`` is a share of FP32's value of the metric."""
     batch_size: int = 32
@@ -80,7 +81,9 @@ class Task:
             if getattr(self, what) < 1:
                 raise TaskError(f"task {self.name!r}: {what} is {getattr(self, what)}; it must be at least 1")
         if self.margin is not None and not 0 <= self.margin < float("inf"):
-            raise TaskError(f"task {self.name!r}: margin is {self.margin}; it must be a finite number from 0 up")
+            raise TaskError(
+                f"task {self.name!r}: margin is {self.margin}; it must be a finite number from 0 up"
+            )
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -89,8 +92,10 @@ class Task:
         seen: dict[Any, str] = {}
         for split, members in self.group.items():
             if len(members) != len(getattr(self, split)):
-                raise TaskError(f"task {self.name!r}: group[{split!r}] names {len(members)} cases, "
-                                f"the split has {len(getattr(self, split))}")  # fmt: skip
+                raise TaskError(
+                    f"task {self.name!r}: group[{split!r}] names {len(members)} cases, "
+                    f"the split has {len(getattr(self, split))}"
+                )
             for member in set(members):
                 if member in seen:
                     raise TaskError(
@@ -100,7 +105,9 @@ class Task:
                 seen[member] = split
 
     def scores_of(self, batch: Any) -> torch.Tensor:
-        """Scores of a batch, (B, ...), float32 on the CPU; call under ``no_grad`` and the session's autocast."""
+        """Scores of a batch, (B, ...), float32 on the CPU; call under ``no_grad`` and the session's
+        autocast.
+        """
         scores = self.model(batch[0]) if self.predict is None else self.predict(self.model, batch)
         return scores.float().cpu()
 

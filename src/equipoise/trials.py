@@ -1,11 +1,12 @@
 """Trials: real steps of the user's model, after which everything is as it was; and the planning made of them.
 
-Enters: a session's model, optimizers and what its first step showed. Leaves: a Plan; weights, buffers, gradients,
-optimizer state and random generators bit for bit as before. Where: once, after the first step or in ``prepare``.
+Enters: a session's model, optimizers and what its first step showed. Leaves: a Plan; weights, buffers,
+gradients, optimizer state and random generators bit for bit as before. Where: once, after the first step or
+in ``prepare``.
 
-The way of a planning: quick probe (cached) -> costs of the model's own layers -> arms -> race on real steps ->
-decision. The race replays the first step: the same inputs through the model, the same output gradients back, and the
-optimizer's update. Rounds are interleaved, and a round that foreign load disturbed is void.
+The way of a planning: quick probe (cached) -> costs of the model's own layers -> arms -> race on real steps
+-> decision. The race replays the first step: the same inputs through the model, the same output gradients
+back, and the optimizer's update. Rounds are interleaved, and a round that foreign load disturbed is void.
 """
 
 import time
@@ -27,8 +28,8 @@ from .policy import Plan, Policy
 from .records import Choice, LayerCost, Machine
 from .step.cast import NARROWABLE, Casts, layer_formats, unwrapped
 from .step.layout import ChannelsLast, has_conv_weights
-from .step.optim import Fused, can_fuse, inner_optimizer
-from .watch.state import cloned_state, rng_state, set_rng_state
+from .step.optim import Fused, can_fuse, cloned_state, inner_optimizer
+from .watch.rng import rng_state, set_rng_state
 
 MAX_PLAN_S = 30.0
 """Planning takes at most this long unless the user gives another limit."""
@@ -62,7 +63,9 @@ class Recorder:
         self._handles: list[Any] = []
         for name, module in root.named_modules():
             if isinstance(module, NARROWABLE):
-                self._handles.append(module.register_forward_pre_hook(self._layer_hook(name), with_kwargs=True))
+                self._handles.append(
+                    module.register_forward_pre_hook(self._layer_hook(name), with_kwargs=True)
+                )
         heads = list(root) if type(root) is nn.ModuleList else [root]
         self._handles += [head.register_forward_hook(self._root_hook, with_kwargs=True) for head in heads]
 
@@ -73,13 +76,15 @@ class Recorder:
 
         return hook
 
-    def _root_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _root_hook(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         if not torch.is_grad_enabled() or any(seen is module for seen, *_ in self._replays):
             return
         grads: list[torch.Tensor | None] = []
         for i, tensor in enumerate(_grad_tensors(output)):
             grads.append(None)
-            tensor.register_hook(_keeper(grads, i))
+            tensor.register_hook(_keeper(grads, i))  # type: ignore[no-untyped-call]
         if grads:
             self._replays.append((module, args, kwargs, grads))
 
@@ -126,10 +131,11 @@ def _grad_tensors(value: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def restored(root: nn.Module, optimizers: list[Any]) -> Iterator[Callable[[], None]]:
-    """Run anything on the model; afterwards weights, buffers, gradients, optimizer state and RNG are the same bits.
+    """Run anything on the model; afterwards weights, buffers, gradients, optimizer state and RNG are the same
+    bits.
 
-    The user's storages are put aside and copies trained on, so nothing is lost when a trial fails or is interrupted.
-    Yields a function that puts the copies back to the start, for the next trial.
+    The user's storages are put aside and copies trained on, so nothing is lost when a trial fails or is
+    interrupted. Yields a function that puts the copies back to the start, for the next trial.
     """
     inner = [inner_optimizer(o) for o in optimizers]
     owned = {id(p): p for o in inner for g in o.param_groups for p in g["params"]}
@@ -149,8 +155,10 @@ def restored(root: nn.Module, optimizers: list[Any]) -> Iterator[Callable[[], No
             copies = cloned_state(o)
             o.state.clear()
             o.state.update(copies)
-            o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks = type(o._optimizer_step_pre_hooks)(), type(
-                o._optimizer_step_post_hooks)()  # fmt: skip
+            o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks = (
+                type(o._optimizer_step_pre_hooks)(),
+                type(o._optimizer_step_post_hooks)(),
+            )
 
     try:
         start()
@@ -210,12 +218,16 @@ def named_plan(root: nn.Module, policy: Policy, device: torch.device) -> Plan:
     formats = {name: match.format for name, match in policy.resolve(names).items()}
     used = set(formats.values())
     if used != {"fp32"}:
-        machine = ranks.agree(probe(quick=True, device=device.type)) if ranks.rank() == 0 else ranks.agree(None)
+        machine = (
+            ranks.agree(probe(quick=True, device=device.type)) if ranks.rank() == 0 else ranks.agree(None)
+        )
         for fmt in sorted(used - {"fp32"}):
             verdict = machine.formats.get(fmt) if machine is not None else None
             if verdict is not None and verdict.verdict == "unusable":
-                raise FormatError(f"format {fmt!r} can't be used on this {device.type}: {verdict.reason}. "
-                                  "Ask for 'fp32', or for 'auto' to let the measurement choose")  # fmt: skip
+                raise FormatError(
+                    f"format {fmt!r} can't be used on this {device.type}: {verdict.reason}. "
+                    "Ask for 'fp32', or for 'auto' to let the measurement choose"
+                )
     return Plan(policy=policy, formats=layer_formats(root, formats), source="named")
 
 
@@ -234,9 +246,14 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
     if bench.before_first_step and bench.run_step is not None:
         with restored(bench.root, bench.optimizers):
             bench.run_step(nullcontext)
-    formats_of = {f: layer_formats(bench.root, bench.format_names(Policy(f))) for f in {"fp32", half or "fp32"}}
+    formats_of = {
+        f: layer_formats(bench.root, bench.format_names(Policy(f))) for f in {"fp32", half or "fp32"}
+    }
     share = _share_that_gains(bench, machine, half)
-    static = lambda why: choose.static_plan(half, share, formats_of, f"can't tell: static default ({why})", notes)  # noqa: E731
+
+    def static(why: str) -> Plan:
+        return choose.static_plan(half, share, formats_of, f"can't tell: static default ({why})", notes)
+
     if limit_s <= 0:
         return static("no time was given to plan")
     kept: list[Choice] = []
@@ -245,13 +262,24 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
         kept = choose.slow_layers(costs, half)
         ratio = choose.cost_ratio(costs, half, kept)
         if ratio is not None and ratio > choose.HOPELESS:
-            notes.append(Choice(what="format", where="*", choice="fp32", evidence={"cost_ratio": ratio},
-                                reason=f"the layers take {ratio:.2f} times as long in {half}"))  # fmt: skip
+            notes.append(
+                Choice(
+                    what="format",
+                    where="*",
+                    choice="fp32",
+                    evidence={"cost_ratio": ratio},
+                    reason=f"the layers take {ratio:.2f} times as long in {half}",
+                )
+            )
             half = None
     if bench.raceable:
         return static(bench.raceable)
-    arms = choose.arms_to_race(half, kept, can_fuse=all(can_fuse(o) for o in bench.optimizers),
-                               has_convs=has_conv_weights(bench.root))  # fmt: skip
+    arms = choose.arms_to_race(
+        half,
+        kept,
+        can_fuse=all(can_fuse(o) for o in bench.optimizers),
+        has_convs=has_conv_weights(bench.root),
+    )
     with restored(bench.root, bench.optimizers) as start:
         race = _race(bench, arms, start, began + limit_s)
     formats_of |= {a.name: layer_formats(bench.root, bench.format_names(a.policy)) for a in arms}
@@ -273,8 +301,11 @@ def _share_that_gains(bench: Workbench, machine: Machine, half: str | None) -> f
 def _layer_costs(bench: Workbench, half: str, budget_s: float) -> list[LayerCost]:
     modules = dict(bench.root.named_modules())
     # A layer inside another (an attention's projection) is part of the outer one's time.
-    calls = {name: call for name, call in bench.recorder.calls.items()
-             if not any(name.startswith(f"{outer}.") for outer in bench.recorder.calls)}  # fmt: skip
+    calls = {
+        name: call
+        for name, call in bench.recorder.calls.items()
+        if not any(name.startswith(f"{outer}.") for outer in bench.recorder.calls)
+    }
     dtypes = {"fp32": torch.float32, half: {"bf16": torch.bfloat16, "fp16": torch.float16}[half]}
     rng = rng_state()
     try:
@@ -332,7 +363,9 @@ class _Runner:
             torch.accelerator.synchronize(self._bench.device)
 
 
-def _race(bench: Workbench, arms: list[choose.Arm], start: Callable[[], None], deadline: float) -> choose.Race:
+def _race(
+    bench: Workbench, arms: list[choose.Arm], start: Callable[[], None], deadline: float
+) -> choose.Race:
     """Interleaved rounds until the deadline, or until more rounds wouldn't change the answer."""
     runners: dict[str, _Runner] = {}
     dropped: dict[str, str] = {}
@@ -351,7 +384,9 @@ def _race(bench: Workbench, arms: list[choose.Arm], start: Callable[[], None], d
     while running and turn < 2 * MAX_ROUNDS and time.perf_counter() < deadline:
         order = running[turn % len(running) :] + running[: turn % len(running)]
         turn += 1
-        rounds.add({name: runners[name].time(runners[name].steps, int(runners[name].steps > 1)) for name in order})
+        rounds.add(
+            {name: runners[name].time(runners[name].steps, int(runners[name].steps > 1)) for name in order}
+        )
         if rounds.kept >= choose.MIN_ROUNDS:
             running = _still_in(running, times)
         if not rounds.kept and rounds.voided >= GIVE_UP:
@@ -397,8 +432,11 @@ class _Rounds:
 def _still_in(running: list[str], times: Mapping[str, list[float | None]]) -> list[str]:
     """Arms that may still win: clearly slower ones aren't run again."""
     ratios = {(a, b): choose.paired_ratio(times[a], times[b]) for a in running for b in running if a != b}
-    return [a for a in running
-            if not any((r := ratios[a, b]) is not None and r.low > STOP_RATIO for b in running if b != a)]  # fmt: skip
+    return [
+        a
+        for a in running
+        if not any((r := ratios[a, b]) is not None and r.low > STOP_RATIO for b in running if b != a)
+    ]
 
 
 def _settled(running: list[str], times: Mapping[str, list[float | None]]) -> bool:

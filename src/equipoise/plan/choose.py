@@ -1,17 +1,19 @@
 """From measurements to a Plan. Pure: records in, Plan out; nothing is measured or changed here.
 
-Enters: the probe's verdicts, the layers' costs, then the times of a race. Leaves: the arms to race, then the plan.
+Enters: the probe's verdicts, the layers' costs, then the times of a race. Leaves: the arms to race, then the
+plan.
 Where: before the first planned step. The rules, in order:
 
-1. A half format is tried only where the probe says ``use``, and raced only where the layers' own costs don't rule
-   it out.
-2. Inside half, a layer whose half kernel is clearly slower than its FP32 one stays FP32 (``SLOW_RATIO``, and only
-   when that is worth ``WORTH_SHARE`` of all layers' time: two casts at its borders cost too).
+1. A half format is tried only where the probe says ``use``, and raced only where the layers' own costs don't
+   rule it out.
+2. Inside half, a layer whose half kernel is clearly slower than its FP32 one stays FP32 (``SLOW_RATIO``, and
+   only when that is worth ``WORTH_SHARE`` of all layers' time: two casts at its borders cost too).
 3. The race decides, on whole steps: half must beat FP32 by more than ``TIE`` with its interval, else FP32.
 4. Levers that keep the arithmetic (fused update, weight layout) stay on unless the race shows them slower.
 5. What can't be told apart is decided alike each time: FP32 before half, levers on before off.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,8 @@ from ..policy import Plan, Policy
 from ..records import Choice, LayerCost, Machine
 
 SLOW_RATIO = 1.5
-"""A layer stays FP32 when half takes at least this many times its FP32 time: smaller gains are eaten by casts."""
+"""A layer stays FP32 when half takes at least this many times its FP32 time: smaller gains are eaten by
+casts."""
 WORTH_SHARE = 0.02
 """... and when the difference is at least this share of all layers' time in half."""
 HOPELESS = 1.3
@@ -88,7 +91,11 @@ def half_to_try(machine: Machine) -> tuple[str | None, str]:
     """The half format worth trying on this machine, and the probe's reason."""
     for name in ("bf16", "fp16"):
         verdict = machine.formats.get(name)
-        if verdict is not None and verdict.verdict == "use" and not (name == "fp16" and machine.device == "cpu"):
+        if (
+            verdict is not None
+            and verdict.verdict == "use"
+            and not (name == "fp16" and machine.device == "cpu")
+        ):
             return name, verdict.reason
     verdict = machine.formats.get("bf16")
     return None, verdict.reason if verdict is not None else "the probe has no reading of bf16"
@@ -111,16 +118,25 @@ def slow_layers(costs: Sequence[LayerCost], half: str) -> list[Choice]:
         if wide.time is None:
             continue
         if narrow.time is None:
-            kept += [Choice(what="format", where=layer, choice="fp32", reason=narrow.note) for layer in layers]
+            kept += [
+                Choice(what="format", where=layer, choice="fp32", reason=narrow.note) for layer in layers
+            ]
             continue
         lost_s = (narrow.time.median_s - wide.time.median_s) * len(layers)
         if narrow.time.low_s >= SLOW_RATIO * wide.time.high_s and lost_s >= WORTH_SHARE * total:
-            evidence = {f"{half}_s": narrow.time.median_s, "fp32_s": wide.time.median_s,
-                        "slower_ratio": narrow.time.median_s / wide.time.median_s}  # fmt: skip
-            reason = (f"forward and backward take {narrow.time.median_s * 1e3:.2f} ms in {half}, "
-                      f"{wide.time.median_s * 1e3:.2f} ms in FP32")  # fmt: skip
-            kept += [Choice(what="format", where=layer, choice="fp32", reason=reason, evidence=evidence)
-                     for layer in layers]  # fmt: skip
+            evidence = {
+                f"{half}_s": narrow.time.median_s,
+                "fp32_s": wide.time.median_s,
+                "slower_ratio": narrow.time.median_s / wide.time.median_s,
+            }
+            reason = (
+                f"forward and backward take {narrow.time.median_s * 1e3:.2f} ms in {half}, "
+                f"{wide.time.median_s * 1e3:.2f} ms in FP32"
+            )
+            kept += [
+                Choice(what="format", where=layer, choice="fp32", reason=reason, evidence=evidence)
+                for layer in layers
+            ]
     return kept
 
 
@@ -155,14 +171,24 @@ def arms_to_race(half: str | None, kept: Sequence[Choice], *, can_fuse: bool, ha
         if has_convs:
             level += 1
             name += " + channels_last"
-            arms.append(Arm(name=name, policy=policy, fused_optimizer=can_fuse, memory_format="channels_last", level=level))
+            arms.append(
+                Arm(
+                    name=name,
+                    policy=policy,
+                    fused_optimizer=can_fuse,
+                    memory_format="channels_last",
+                    level=level,
+                )
+            )
     return arms
 
 
 def _best_level(race: Race, family: str) -> Arm | None:
     """The arm of a family with the most levers that isn't shown slower than one with fewer."""
-    arms = sorted((a for a in race.arms if a.policy.default == family and a.name not in race.dropped),
-                  key=lambda a: -a.level)  # fmt: skip
+    arms = sorted(
+        (a for a in race.arms if a.policy.default == family and a.name not in race.dropped),
+        key=lambda a: -a.level,
+    )
     for i, arm in enumerate(arms):
         ratios = [paired_ratio(race.times_s[arm.name], race.times_s[lesser.name]) for lesser in arms[i + 1 :]]
         if not any(r is not None and r.low > 1 + TIE / 2 and r.median > 1 + TIE for r in ratios):
@@ -170,8 +196,13 @@ def _best_level(race: Race, family: str) -> Arm | None:
     return None
 
 
-def decide(race: Race, half: str | None, kept: Sequence[Choice], formats_of: Mapping[str, Mapping[str, str]],
-           notes: Sequence[Choice]) -> Plan | None:  # fmt: skip
+def decide(
+    race: Race,
+    half: str | None,
+    kept: Sequence[Choice],
+    formats_of: Mapping[str, Mapping[str, str]],
+    notes: Sequence[Choice],
+) -> Plan | None:
     """The plan that the race shows fastest; None when the race proves nothing.
 
     Args:
@@ -199,9 +230,15 @@ def decide(race: Race, half: str | None, kept: Sequence[Choice], formats_of: Map
     choices = list(notes) + [c for c in kept if winner.policy.entries]
     choices.append(_race_choice(race, winner, half))
     choices += _lever_choices(race, winner)
-    return Plan(policy=winner.policy, formats=formats_of[winner.name], memory_format=winner.memory_format,
-                fused_optimizer=winner.fused_optimizer, choices=tuple(choices), source="auto",
-                note=_note(race, winner))  # fmt: skip
+    return Plan(
+        policy=winner.policy,
+        formats=formats_of[winner.name],
+        memory_format=winner.memory_format,
+        fused_optimizer=winner.fused_optimizer,
+        choices=tuple(choices),
+        source="auto",
+        note=_note(race, winner),
+    )
 
 
 def _against(race: Race, winner: Arm, name: str) -> Ratio | None:
@@ -228,16 +265,23 @@ def _race_choice(race: Race, winner: Arm, half: str | None) -> Choice:
 def _lever_choices(race: Race, winner: Arm) -> list[Choice]:
     """What each lever that is on brought over the arm without it."""
     found = []
-    family = sorted((a for a in race.arms if a.policy == winner.policy and a.level <= winner.level), key=lambda a: a.level)
-    for lesser, arm in zip(family, family[1:], strict=False):
+    family = sorted(
+        (a for a in race.arms if a.policy == winner.policy and a.level <= winner.level), key=lambda a: a.level
+    )
+    for lesser, arm in itertools.pairwise(family):
         ratio = paired_ratio(race.times_s[arm.name], race.times_s[lesser.name])
         if ratio is None:
             continue
         layout = arm.memory_format != lesser.memory_format
-        found.append(Choice(what="memory_format" if layout else "optimizer", where="*",
-                            choice="channels_last" if layout else "fused",
-                            reason=f"a step takes {ratio} of the time without",
-                            evidence={"time_ratio": ratio.median, "low_ratio": ratio.low, "high_ratio": ratio.high}))  # fmt: skip
+        found.append(
+            Choice(
+                what="memory_format" if layout else "optimizer",
+                where="*",
+                choice="channels_last" if layout else "fused",
+                reason=f"a step takes {ratio} of the time without",
+                evidence={"time_ratio": ratio.median, "low_ratio": ratio.low, "high_ratio": ratio.high},
+            )
+        )
     return found
 
 
@@ -248,29 +292,48 @@ def _note(race: Race, winner: Arm) -> str:
     return f"{winner.name}: a step takes {ratio} of plain FP32's time"
 
 
-def static_plan(half: str | None, share_that_gains: float, formats_of: Mapping[str, Mapping[str, str]], why: str,
-                notes: Sequence[Choice] = ()) -> Plan:  # fmt: skip
+def static_plan(
+    half: str | None,
+    share_that_gains: float,
+    formats_of: Mapping[str, Mapping[str, str]],
+    why: str,
+    notes: Sequence[Choice] = (),
+) -> Plan:
     """The default where nothing could be told apart: half where most of the work is of sizes that gain by it.
 
     Args:
         half: the half format that the probe says to use, if any.
-        share_that_gains: share of the layers' multiplications in products of a size that the probe measured faster.
+        share_that_gains: share of the layers' multiplications in products of a size that the probe measured
+            faster.
         formats_of: ``"fp32"`` and the half format -> layer -> format.
         why: sentence for people.
         notes: choices made before, kept in the plan.
     """
     chosen = half if half is not None and share_that_gains >= 0.8 else "fp32"
-    reason = f"{share_that_gains:.0%} of the multiplications are of sizes that the probe measured faster in half"
-    choice = Choice(what="format", where="*", choice=chosen, reason=reason, evidence={"share_ratio": share_that_gains})
-    return Plan(policy=Policy(chosen), formats=formats_of[chosen], choices=(*notes, choice), source="static", note=why)
+    reason = (
+        f"{share_that_gains:.0%} of the multiplications are of sizes that the probe measured faster in half"
+    )
+    choice = Choice(
+        what="format", where="*", choice=chosen, reason=reason, evidence={"share_ratio": share_that_gains}
+    )
+    return Plan(
+        policy=Policy(chosen), formats=formats_of[chosen], choices=(*notes, choice), source="static", note=why
+    )
 
 
 def smallest_gaining_volume(machine: Machine, half: str) -> float:
-    """Multiplications of the smallest square product that the probe measured faster in ``half``; inf if none was."""
+    """Multiplications of the smallest square product that the probe measured faster in ``half``; inf if none
+    was.
+    """
     times: dict[int, dict[str, float]] = {}
     for reading in machine.readings:
         shape = reading.get("shape") or ()
-        if reading.get("op") == "gemm" and reading.get("direction") == "forward" and len(set(shape)) == 1 and shape:
+        if (
+            reading.get("op") == "gemm"
+            and reading.get("direction") == "forward"
+            and len(set(shape)) == 1
+            and shape
+        ):
             times.setdefault(int(shape[0]), {})[str(reading["format"])] = float(reading["median_s"])
     gaining = [n for n, t in times.items() if half in t and "fp32" in t and t["fp32"] > 1.2 * t[half]]
     return float(min(gaining)) ** 3 if gaining else math.inf

@@ -1,11 +1,12 @@
 """What each layer costs in each format on this machine, measured on the layer itself.
 
-Enters: layers with the shapes that a real batch gave them. Leaves: a LayerCost for each layer and format, forward and
-both backward directions together, the cast of the weight included (autocast casts it every step); inputs arrive in
-the format itself, as they do in a chain of layers. Where: before the first planned step.
+Enters: layers with the shapes that a real batch gave them. Leaves: a LayerCost for each layer and format,
+forward and both backward directions together, the cast of the weight included (autocast casts it every step);
+inputs arrive in the format itself, as they do in a chain of layers. Where: before the first planned step.
 
-Layers alike to the clock (type, settings, shapes) are timed once. Each timing is boxed: a kernel that falls off a
-cliff costs one call (bf16 depthwise stride-2 input gradient: 108 ms against 0.13 on one CPU), and no more.
+Layers alike to the clock (type, settings, shapes) are timed once. Each timing is boxed: a kernel that falls
+off a cliff costs one call (bf16 depthwise stride-2 input gradient: 108 ms against 0.13 on one CPU), and no
+more.
 """
 
 import copy
@@ -55,7 +56,8 @@ class LayerCall:
 
     def key(self, layer: nn.Module) -> str:
         """What two layers must share to cost the same."""
-        return f"{layer!r} {[_describe(a) for a in self.args]} { {k: _describe(v) for k, v in self.kwargs.items()} }"
+        named = {k: _describe(v) for k, v in self.kwargs.items()}
+        return f"{layer!r} {[_describe(a) for a in self.args]} {named}"
 
 
 def _describe(value: Any) -> Any:
@@ -89,10 +91,14 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for v in value.values() for t in _tensors(v)] if isinstance(value, dict) else []
 
 
-def _runner(layer: nn.Module, call: LayerCall, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+def _runner(
+    layer: nn.Module, call: LayerCall, dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
     """One forward and backward of ``layer`` in ``dtype`` on inputs that arrive in it."""
     args, kwargs = _made(call.args, dtype, device), _made(dict(call.kwargs), dtype, device)
-    leaves = [t for t in _tensors((args, kwargs)) if t.requires_grad] + [p for p in layer.parameters() if p.requires_grad]
+    leaves = [t for t in _tensors((args, kwargs)) if t.requires_grad] + [
+        p for p in layer.parameters() if p.requires_grad
+    ]
     half = dtype is not torch.float32
 
     def forward() -> list[torch.Tensor]:
@@ -118,9 +124,11 @@ def _chunk(run: Callable[[], None], calls: int) -> float:
     return (time.perf_counter() - began) / calls
 
 
-def time_layer(layer: nn.Module, call: LayerCall, formats: Mapping[str, torch.dtype], device: torch.device,
-               box_s: float) -> dict[str, Timing | str]:  # fmt: skip
-    """Time of forward and backward in each format, interleaved; a sentence in place of a time where it failed.
+def time_layer(
+    layer: nn.Module, call: LayerCall, formats: Mapping[str, torch.dtype], device: torch.device, box_s: float
+) -> dict[str, Timing | str]:
+    """Time of forward and backward in each format, interleaved; a sentence in place of a time where it
+    failed.
 
     Args:
         layer: measured on a copy without hooks; the layer itself isn't touched.
@@ -158,7 +166,9 @@ def time_layer(layer: nn.Module, call: LayerCall, formats: Mapping[str, torch.dt
 
 def _told_apart(times: Mapping[str, Sequence[float]]) -> bool:
     timings = [Timing.of(t[1:]) for t in times.values()]
-    return all(a.high_s < b.low_s or b.high_s < a.low_s for i, a in enumerate(timings) for b in timings[i + 1 :])
+    return all(
+        a.high_s < b.low_s or b.high_s < a.low_s for i, a in enumerate(timings) for b in timings[i + 1 :]
+    )
 
 
 def _bare_copy(layer: nn.Module) -> nn.Module:
@@ -169,8 +179,13 @@ def _bare_copy(layer: nn.Module) -> nn.Module:
     return copied
 
 
-def measure_layers(layers: Mapping[str, nn.Module], calls: Mapping[str, LayerCall],
-                   formats: Mapping[str, torch.dtype], device: torch.device, budget_s: float) -> list[LayerCost]:  # fmt: skip
+def measure_layers(
+    layers: Mapping[str, nn.Module],
+    calls: Mapping[str, LayerCall],
+    formats: Mapping[str, torch.dtype],
+    device: torch.device,
+    budget_s: float,
+) -> list[LayerCost]:
     """Costs of all layers that were called, the kinds with most copies first, within ``budget_s`` seconds.
 
     A kind that the budget didn't reach has no cost: whoever decides leaves it at the default.
@@ -180,7 +195,9 @@ def measure_layers(layers: Mapping[str, nn.Module], calls: Mapping[str, LayerCal
         kinds.setdefault(call.key(layers[name]), []).append(name)
     began = time.perf_counter()
     costs: list[LayerCost] = []
-    ordered = sorted(kinds.items(), key=lambda kind: -len(kind[1]) * _size(layers[kind[1][0]], calls[kind[1][0]]))
+    ordered = sorted(
+        kinds.items(), key=lambda kind: -len(kind[1]) * gemm_volume(layers[kind[1][0]], calls[kind[1][0]])
+    )
     for position, (key, names) in enumerate(ordered):
         left = budget_s - (time.perf_counter() - began)
         if left <= 0:
@@ -189,15 +206,16 @@ def measure_layers(layers: Mapping[str, nn.Module], calls: Mapping[str, LayerCal
         timed = time_layer(layers[names[0]], calls[names[0]], formats, device, box_s)
         for name in names:
             for fmt, result in timed.items():
-                failed = isinstance(result, str)
-                costs.append(LayerCost(layer=name, key=key, format=fmt, time=None if failed else result,  # type: ignore[arg-type]
-                                       note=result if failed else ""))  # type: ignore[arg-type]
+                costs.append(
+                    LayerCost(
+                        layer=name,
+                        key=key,
+                        format=fmt,
+                        time=result if isinstance(result, Timing) else None,
+                        note="" if isinstance(result, Timing) else result,
+                    )
+                )
     return costs
-
-
-def _size(layer: nn.Module, call: LayerCall) -> float:
-    """A rough count of multiplications, to order layers by; never a claim."""
-    return gemm_volume(layer, call)
 
 
 def gemm_volume(layer: nn.Module, call: LayerCall) -> float:

@@ -3,31 +3,41 @@
 Enters: a model and the format of each of its modules. Leaves: the same model, whose ``forward`` runs in that
 format, and the context that a step's forward runs under. Where: inside a step, before the first layer.
 
-The root's half format is torch's autocast, entered by ``Session.autocast()``. A module whose format differs from
-its parent's has its ``forward`` replaced *on the instance* by a bound method that enters its own format:
+The root's half format is torch's autocast, entered by ``Session.autocast()``. A module whose format differs
+from its parent's has its ``forward`` replaced *on the instance* by a bound method that enters its own format:
 
 - FP32 inside half: autocast off, half inputs widened. Weights are FP32 already.
 - half inside FP32: autocast on, floating outputs widened, since the parent's operators expect FP32.
 
-Instance attributes leave ``state_dict``, ``isinstance``, hooks and ``deepcopy`` alone (``copy`` rebinds a method to
-the copied module). Source: torch.amp's operator lists; Hugging Face Accelerate replaces ``forward`` likewise.
+Instance attributes leave ``state_dict``, ``isinstance``, hooks and ``deepcopy`` alone (``copy`` rebinds a
+method to the copied module). Source: torch.amp's operator lists; Hugging Face Accelerate replaces ``forward``
+likewise.
 """
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import PolicyError
+from ..errors import PolicyError, SessionError
 from ..formats import FORMATS
 
 NARROWABLE = (
-    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
-    nn.ConvTranspose3d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
-)  # fmt: skip
+    nn.Linear,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+)
 """Layers whose products run in the policy's format. Norms, embeddings and activations follow their inputs."""
 
 _OWN_FORWARD = "_equipoise_forward"
@@ -50,6 +60,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
+def one_root(models: Sequence[nn.Module]) -> nn.Module:
+    """One module that holds all models, or the one model itself.
+
+    Raises:
+        SessionError: no module, or something that is none.
+    """
+    for m in models:
+        if not isinstance(m, nn.Module):
+            raise SessionError(f"model is {type(m).__name__}; a torch.nn.Module or a list of them is needed")
+    if not models:
+        raise SessionError("no model was given; a torch.nn.Module or a list of them is needed")
+    inner = [unwrapped(m) for m in models]
+    return inner[0] if len(inner) == 1 else nn.ModuleList(inner)
+
+
 def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that own parameters themselves, by dotted name: what a plan lists."""
     for name, module in model.named_modules():
@@ -59,7 +84,9 @@ def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def layer_formats(model: nn.Module, formats: Mapping[str, str]) -> dict[str, str]:
     """What each layer computes in under ``formats``: layers that keep FP32 statistics count as FP32."""
-    return {name: formats[name] if isinstance(module, NARROWABLE) else "fp32" for name, module in layers(model)}
+    return {
+        name: formats[name] if isinstance(module, NARROWABLE) else "fp32" for name, module in layers(model)
+    }
 
 
 def _map_floats(value: Any, accepts: Callable[[torch.Tensor], bool], dtype: torch.dtype) -> Any:
@@ -119,8 +146,8 @@ class Casts:
                 self._wrap(module, formats[name], formats[parents[id(module)]])
         self._half = FORMATS[self.root_format].is_half
         self._dtype = dtype_of(self.root_format)
-        # A weight changed by hand inside a context must be seen: the copy that autocast keeps is dropped whenever
-        # the model starts a forward.
+        # A weight changed by hand inside a context must be seen: the copy that autocast keeps is dropped
+        # whenever the model starts a forward.
         self._fresh = model.register_forward_pre_hook(_drop_cached_casts) if self._half else None
 
     def _wrap(self, module: nn.Module, format_name: str, parent_format: str) -> None:
@@ -189,5 +216,7 @@ def _refuse_two_halves(model: nn.Module, formats: Mapping[str, str]) -> None:
                 continue
             other = seen.setdefault(id(parameter), (fmt, f"{name}.{key}"))
             if other[0] != fmt:
-                raise PolicyError(f"one weight is shared by {other[1]} ({other[0]}) and {name}.{key} ({fmt}); "
-                                  "a shared weight can have one half format only: give both layers the same")  # fmt: skip
+                raise PolicyError(
+                    f"one weight is shared by {other[1]} ({other[0]}) and {name}.{key} ({fmt}); "
+                    "a shared weight can have one half format only: give both layers the same"
+                )

@@ -1,13 +1,17 @@
-"""Optimizers: the one-kernel (fused) update, switched on in place and put back.
+"""Optimizers: the one-kernel (fused) update, switched on in place and put back; their state, kept whole.
 
-Enters: the user's optimizer. Leaves: the same object, whose ``step`` uses torch's fused kernel. Where: at the end of
-a step. The fused kernel computes the same update and may differ from the loop over parameters in the last digits.
+Enters: the user's optimizer. Leaves: the same object, whose ``step`` uses torch's fused kernel. Where: at the
+end of a step. The fused kernel computes the same update and may differ from the loop over parameters in the
+last digits.
 Source: ``torch.optim`` (``fused=``, and the attributes that ``GradScaler`` reads from a fused optimizer).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from ..errors import SessionError
 
 _FUSABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _AMP_ATTRIBUTES = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
@@ -22,13 +26,40 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+def distinct_optimizers(optimizers: Sequence[Any]) -> list[Any]:
+    """Optimizers without repeats; a wrapper and its inner optimizer count as one (the wrapper).
+
+    Raises:
+        SessionError: something that is no optimizer.
+    """
+    kept: list[Any] = []
+    for o in optimizers:
+        if not (hasattr(o, "param_groups") and callable(getattr(o, "step", None))):
+            raise SessionError(
+                f"optimizer is {type(o).__name__}; a torch.optim optimizer or a list of them is needed"
+            )
+        same = [k for k in kept if inner_optimizer(k) is inner_optimizer(o)]
+        if not same:
+            kept.append(o)
+        elif same[0] is inner_optimizer(o):
+            kept[kept.index(same[0])] = o
+    return kept
+
+
 def can_fuse(optimizer: Any) -> bool:
-    """Whether torch has a fused kernel for every parameter of this optimizer, and the user left the choice open."""
+    """Whether torch has a fused kernel for every parameter of this optimizer, and the user left the choice
+    open.
+    """
     optimizer = inner_optimizer(optimizer)
     if type(optimizer) not in _FUSABLE:
         return False
     for group in optimizer.param_groups:
-        if group.get("fused") or group.get("differentiable") or group.get("capturable") or group.get("foreach"):
+        if (
+            group.get("fused")
+            or group.get("differentiable")
+            or group.get("capturable")
+            or group.get("foreach")
+        ):
             return False
         for p in group["params"]:
             if not (p.is_floating_point() and type(p.data) is torch.Tensor and p.layout is torch.strided):
@@ -48,7 +79,9 @@ class Fused:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = inner_optimizer(optimizer)
         self._defaults = dict(self._optimizer.defaults)
-        self._groups = [(group, {k: group.get(k) for k in ("fused", "foreach")}) for group in self._optimizer.param_groups]
+        self._groups = [
+            (group, {k: group.get(k) for k in ("fused", "foreach")}) for group in self._optimizer.param_groups
+        ]
         self._attributes = {k: self._optimizer.__dict__.get(k) for k in _AMP_ATTRIBUTES}
         self._optimizer.defaults["fused"] = True  # groups that the user adds later
         for group in self._optimizer.param_groups:
@@ -77,3 +110,31 @@ class Fused:
                 self._optimizer.__dict__.pop(key, None)
             else:
                 setattr(self._optimizer, key, value)
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: _cloned(v) for k, v in value.items()}
+    return [_cloned(v) for v in value] if isinstance(value, list) else value
+
+
+def cloned_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Parameter -> a copy of its state, in memory of its own."""
+    return {parameter: _cloned(state) for parameter, state in optimizer.state.items()}
+
+
+def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """``optimizer.load_state_dict`` that keeps each tensor's own dtype: torch casts state to the weights'
+    dtype.
+    """
+    optimizer.load_state_dict(saved)
+    by_index = saved.get("state", {})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [i for group in saved.get("param_groups", ()) for i in group["params"]]
+    for parameter, index in zip(parameters, indices, strict=False):
+        own = optimizer.state.get(parameter, {})
+        for key, value in by_index.get(index, {}).items():
+            if isinstance(value, torch.Tensor) and key in own and own[key].dtype != value.dtype:
+                own[key] = value.detach().to(own[key].device, copy=True)

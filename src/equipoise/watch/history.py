@@ -5,8 +5,7 @@ row, rows on disk. Where: at the end of a step, before anything decides. Source:
 ``records.py``.
 
 ``append`` reads nothing from a device. Where a step's flag lies on an accelerator it waits in line, and the
-whole line is read at once: on a sampled step, or when someone calls ``settle``. What the flag's memory
-holds on a CPU is read there and then, which costs nothing.
+line is read at once: on a sampled step, or when someone calls ``settle``.
 """
 
 import math

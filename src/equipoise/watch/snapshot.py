@@ -26,7 +26,7 @@ from torch import nn
 
 from ..errors import RunError
 from .files import Disk, put, put_json
-from .state import rng_state, set_rng_state
+from .rng import rng_state, set_rng_state
 
 SCHEMA = 1
 """Version of a checkpoint's content; another one is refused."""

@@ -1,0 +1,157 @@
+"""From gradients to new weights: unscale -> check -> agree -> clip -> update -> next scale.
+
+Enters: optimizers whose parameters have gradients, scaled or not. Leaves: updated weights, or untouched ones
+when a gradient was not finite; a flag which of the two it was, and the gradient norm. Where: inside a step,
+after backward.
+
+One decision a step: when any chosen optimizer's gradients are not finite on any rank, none of them moves.
+Source: ``torch.amp.GradScaler.step`` for how a fused optimizer reads the flag on the device.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import ranks
+from ..errors import SessionError
+from . import gradients
+from .optim import cloned_state, inner_optimizer
+from .scaler import LossScaler, NullScaler
+
+
+class Updater:
+    """The end of a step for one session.
+
+    Args:
+        device: where the parameters are.
+        replicated: whether gradients are alike on all ranks once backward ends (data-parallel reduction).
+    """
+
+    def __init__(self, device: torch.device, *, replicated: bool) -> None:
+        self.scaler: LossScaler | NullScaler = NullScaler()
+        self.unscaled = False
+        """Whether this window's gradients have their true size."""
+        self._check = gradients.FiniteCheck(device)
+        self._one = torch.ones((), device=device)
+        self._replicated = replicated
+
+    def unscale(self, optimizers: Sequence[Any]) -> None:
+        """Bring gradients to their true size; nothing where no scale is used."""
+        if self.scaler.is_enabled():
+            for optimizer in _with_gradients(optimizers):
+                self.scaler.unscale_(optimizer)
+        self.unscaled = True
+
+    def check_and_clip(
+        self,
+        optimizers: Sequence[Any],
+        parameters: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        max_grad_norm: float | None,
+    ) -> torch.Tensor | None:
+        """Set the flag, alike on all ranks, and clip; returns the norm before clipping where one was asked
+        for.
+        """
+        norm = None
+        if max_grad_norm is not None:
+            if not max_grad_norm > 0:
+                raise SessionError(
+                    f"max_grad_norm is {max_grad_norm}; it must be above 0, or None for no clipping"
+                )
+            if grads:
+                norm = gradients.clip(parameters, grads, max_grad_norm)
+        # The norm is finite only where every gradient is: one pass does both.
+        self._check(grads if norm is None else [norm])
+        scaled = _with_gradients(optimizers) if self.scaler.is_enabled() else []
+        if scaled:
+            self._check.found.copy_(torch.maximum(self._check.found, self.scaler.found_inf(*scaled)))
+        if not self._replicated:
+            ranks.agree_max(self._check.found)
+        if scaled:
+            self.scaler.set_found_inf(self._check.found, *scaled)
+        return norm
+
+    def update(self, optimizers: Sequence[Any]) -> bool | torch.Tensor:
+        """Step each optimizer that has gradients unless the flag is up; returns the flag.
+
+        On the CPU the flag is in host memory. Elsewhere a fused optimizer reads it on the device; any other
+        costs one read.
+        """
+        skipped: bool | torch.Tensor | None = self._check.on_host()
+        if skipped is None:
+            skipped = self._check.found
+        for optimizer in optimizers:
+            if not _has_gradients(optimizer):
+                continue
+            inner = inner_optimizer(optimizer)
+            if isinstance(skipped, torch.Tensor):
+                if getattr(inner, "_step_supports_amp_scaling", False):
+                    inner.grad_scale, inner.found_inf = None, skipped
+                    try:
+                        optimizer.step()
+                    finally:
+                        del inner.grad_scale, inner.found_inf
+                    continue
+                skipped = bool(skipped.item())
+            if not skipped:
+                optimizer.step()
+        return skipped
+
+    def close(self) -> Any:
+        """End the window: the scale that it had (a copy on the device), then the next scale."""
+        self.unscaled = False
+        if not self.scaler.is_enabled():
+            return 1.0
+        scale = self.scaler.scale(self._one)
+        self.scaler.update()
+        return scale
+
+    def step_closure(
+        self, optimizer: Any, evaluate: Callable[[], torch.Tensor], max_grad_norm: float | None
+    ) -> bool:
+        """A step of an optimizer that evaluates the loss more than once, all under one scale; returns the
+        skip.
+
+        Args:
+            optimizer: calls the closure that it is given.
+            evaluate: forward and backward from zeroed gradients; returns the loss.
+            max_grad_norm: clips at each evaluation.
+        """
+        inner = inner_optimizer(optimizer)
+        weights = [(p, p.detach().clone()) for group in inner.param_groups for p in group["params"]]
+        state = cloned_state(inner)
+
+        def closure() -> torch.Tensor:
+            self.scaler.forget(optimizer)
+            self.unscaled = False
+            loss = evaluate()
+            parameters, grads = gradients.collect([optimizer])
+            self.unscale([optimizer])
+            self.check_and_clip([optimizer], parameters, grads, max_grad_norm)
+            if bool(self._check.found.item()):
+                raise _NotFinite
+            return loss
+
+        try:
+            optimizer.step(closure)
+        except _NotFinite:
+            with torch.no_grad():
+                for parameter, value in weights:
+                    parameter.copy_(value)
+            inner.state.clear()
+            inner.state.update(state)
+            return True
+        return False
+
+
+class _NotFinite(Exception):
+    """Leaves an optimizer's own loop of evaluations; never reaches the user."""
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _with_gradients(optimizers: Sequence[Any]) -> list[Any]:
+    return [o for o in optimizers if _has_gradients(o)]
