@@ -2,9 +2,10 @@
 
 Enters: plain numbers. Leaves: SVG markup, every text escaped. Where: after the run, called by ``report.py``.
 
-Hand-drawn, not by matplotlib: the page's CSS gives colours (light, dark, print) and a larger letter on a phone; a
-chart weighs 2-20 kB and needs no import of 1.4 s. Arms differ by colour (Okabe and Ito's palette, safe for the colour
-blind), by dash and by marker. A value that isn't finite breaks its line: nothing is drawn across a gap.
+Hand-drawn, not by matplotlib: the page's CSS gives colours (light, dark, print) and a larger letter on a
+phone; a chart weighs 2-20 kB and needs no import of 1.4 s. Arms differ by colour (Okabe and Ito's palette,
+safe for the colour blind), by dash and by marker. A value that isn't finite breaks its line: nothing is
+drawn across a gap.
 """
 
 import itertools
@@ -20,6 +21,8 @@ Point = tuple[float, float | None]
 
 WIDTH, HEIGHT = 480, 290
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 30, 40
+_DRAWN_FIRST = {"plan": 0, "autocast": 1, "fp32": 2}
+_SIZES = {"plan": 4.4, "autocast": 3.6, "fp32": 2.6}
 _ids = itertools.count()
 
 
@@ -107,10 +110,13 @@ def _path(points: Iterable[Point], x: _Axis, y: _Axis) -> str:
 def marker(arm: str, x: float, y: float, size: float = 4) -> str:
     """Square for FP32, triangle for autocast, disc for the plan."""
     if arm == "fp32":
-        return f'<rect class="m m-fp32" x="{x - size:.1f}" y="{y - size:.1f}" width="{2 * size}" height="{2 * size}"/>'
+        corner = f'x="{x - size:.1f}" y="{y - size:.1f}"'
+        return f'<rect class="m m-fp32" {corner} width="{2 * size}" height="{2 * size}"/>'
     if arm == "autocast":
-        return (f'<path class="m m-autocast" d="M{x:.1f} {y - size * 1.2:.1f}L{x + size * 1.2:.1f} {y + size:.1f}'
-                f'L{x - size * 1.2:.1f} {y + size:.1f}Z"/>')  # fmt: skip
+        return (
+            f'<path class="m m-autocast" d="M{x:.1f} {y - size * 1.2:.1f}L{x + size * 1.2:.1f} {y + size:.1f}'
+            f'L{x - size * 1.2:.1f} {y + size:.1f}Z"/>'
+        )
     return f'<circle class="m m-plan" cx="{x:.1f}" cy="{y:.1f}" r="{size * 1.1:.1f}"/>'
 
 
@@ -131,24 +137,40 @@ def _frame(x: _Axis, y: _Axis, x_label: str, y_label: str) -> str:
     for value in y_ticks:
         at = y(value)
         text = number(value, 2) if y.log else tick_text(value, y_ticks)
-        parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
-                     f'<text class="tick" x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')  # fmt: skip
+        parts.append(
+            f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
+            f'<text class="tick" x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{text}</text>'
+        )
     x_ticks = ticks(x.low, x.high, 5)
     for value in x_ticks:
-        anchor = "end" if x(value) > WIDTH - RIGHT - 12 else "middle"
-        parts.append(f'<path class="axis" d="M{x(value):.1f} {HEIGHT - BOTTOM}v4"/><text class="tick" x="{x(value):.1f}" '
-                     f'y="{HEIGHT - BOTTOM + 17}" text-anchor="{anchor}">{tick_text(value, x_ticks)}</text>')  # fmt: skip
+        parts.append(
+            f'<path class="axis" d="M{x(value):.1f} {HEIGHT - BOTTOM}v4"/>'
+            f'<text class="tick" x="{x(value):.1f}" '
+            f'y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{tick_text(value, x_ticks)}</text>'
+        )
     parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
-    parts.append(f'<text class="label" x="2" y="13">{escape(y_label)}{" (log scale)" if y.log else ""}</text>')
-    parts.append(f'<text class="label" x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">{escape(x_label)}</text>')
+    parts.append(
+        f'<text class="label" x="2" y="13">{escape(y_label)}{" (log scale)" if y.log else ""}</text>'
+    )
+    parts.append(
+        f'<text class="label" x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">{escape(x_label)}</text>'
+    )
     return "".join(parts)
 
 
-def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, title: str, about: str,
-               target: tuple[float, str] | None = None) -> str:  # fmt: skip
+def line_chart(
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    title: str,
+    about: str,
+    target: tuple[float, str] | None = None,
+) -> str:
     """Lines of all arms over steps or time; ``""`` where fewer than two points can be drawn.
 
-    Logarithmic upright when positive values span more than a factor of 30. ``target`` is a level with its name.
+    Logarithmic upright when positive values span more than a factor of 30. ``target`` is a level with its
+    name.
     """
     drawn = [p for s in series for line in (s.points, *s.faint) for p in line]
     xs = [px for px, py in drawn if py is not None]
@@ -162,15 +184,18 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, title: s
     body = [_frame(x, y, x_label, y_label)]
     if target and y.low < target[0] < y.high:
         at = y(target[0])
-        body.append(f'<path class="target" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/><text class="note" '
-                    f'x="{WIDTH - RIGHT}" y="{at - 6:.1f}" text-anchor="end">{escape(target[1])}</text>')  # fmt: skip
+        body.append(
+            f'<path class="target" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/><text class="note" '
+            f'x="{WIDTH - RIGHT}" y="{at - 6:.1f}" text-anchor="end">{escape(target[1])}</text>'
+        )
     for s in series:
         body += [f'<path class="line faint s-{s.arm}" d="{_path(line, x, y)}"/>' for line in s.faint]
-    for s in series:
+    # The dashed lines over the solid one: where arms agree, all of them stay visible.
+    for s in sorted(series, key=lambda s: _DRAWN_FIRST.get(s.arm, 0)):
         body.append(f'<path class="line s-{s.arm}" d="{_path(s.points, x, y)}"/>')
         ends = [(px, py) for px, py in s.points if py is not None]
         shown = ends if s.markers and len(ends) <= 40 else ends[-1:]
-        body += [marker(s.arm, x(px), y(py), 3.4) for px, py in shown]
+        body += [marker(s.arm, x(px), y(py), _SIZES.get(s.arm, 3.4)) for px, py in shown]
     body.append(f'<path class="cross" d="M0 {TOP}V{HEIGHT - BOTTOM}" visibility="hidden"/>')
     extra = f' class="lines" data-chart="{escape(_hover_data(series, x, x_label))}"'
     return _svg("".join(body), height=HEIGHT, title=title, about=about, extra=extra)
@@ -178,9 +203,14 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, title: s
 
 def _hover_data(series: Sequence[Series], x: _Axis, x_label: str) -> str:
     """What the page's script shows under the pointer: the very values that are drawn."""
-    lines = [{"label": s.label, "arm": s.arm,
-              "points": [[float(f"{px:.6g}"), float(f"{py:.5g}")] for px, py in s.points if py is not None]}
-             for s in series]  # fmt: skip
+    lines = [
+        {
+            "label": s.label,
+            "arm": s.arm,
+            "points": [[float(f"{px:.6g}"), float(f"{py:.5g}")] for px, py in s.points if py is not None],
+        }
+        for s in series
+    ]
     domain = [x.low, x.high, LEFT, WIDTH - RIGHT]
     return json.dumps({"x": domain, "label": x_label, "lines": lines}, separators=(",", ":"))
 
@@ -200,11 +230,11 @@ class Bar:
     """(class, size, text inside) of a stacked bar."""
 
 
-ROW, BAR = 58, 22
+ROW, BAR = 62, 18
 
 
 def bar_chart(bars: Sequence[Bar], *, x_label: str, title: str, about: str) -> str:
-    """Level bars from 0, one row an arm: whiskers for the interval, dots for single readings, or stacked segments."""
+    """Level bars from 0, one row an arm: whiskers for the interval, ticks for readings, or segments."""
     if not bars:
         return ""
     high = max(max([b.value, b.high or 0.0, *b.dots]) for b in bars)
@@ -217,8 +247,10 @@ def bar_chart(bars: Sequence[Bar], *, x_label: str, title: str, about: str) -> s
     body = []
     for value in marks:
         anchor = "start" if value == 0 else "end" if x(value) > right - 14 else "middle"
-        body.append(f'<path class="grid" d="M{x(value):.1f} 4V{foot}"/><text class="tick" x="{x(value):.1f}" '
-                    f'y="{foot + 16}" text-anchor="{anchor}">{tick_text(value, marks)}</text>')  # fmt: skip
+        body.append(
+            f'<path class="grid" d="M{x(value):.1f} 4V{foot}"/><text class="tick" x="{x(value):.1f}" '
+            f'y="{foot + 16}" text-anchor="{anchor}">{tick_text(value, marks)}</text>'
+        )
     for row, bar in enumerate(bars):
         body.append(_bar_row(bar, row * ROW, x))
     body.append(f'<text class="label" x="{right}" y="{foot + 34}" text-anchor="end">{escape(x_label)}</text>')
@@ -228,32 +260,56 @@ def bar_chart(bars: Sequence[Bar], *, x_label: str, title: str, about: str) -> s
 def _bar_row(bar: Bar, top: float, x: _Axis) -> str:
     bar_top = top + 26
     middle = bar_top + BAR / 2
-    parts = [f'<text class="name" x="2" y="{top + 18}">{escape(bar.label)}<tspan class="value" dx="8">'
-             f"{escape(bar.value_text)}</tspan></text>"]  # fmt: skip
+    parts = [
+        f'<text class="name" x="2" y="{top + 18}">{escape(bar.label)}<tspan class="value" dx="8">'
+        f"{escape(bar.value_text)}</tspan></text>"
+    ]
     if bar.segments:
         start = 0.0
         for css, size, text in bar.segments:
             width = x(start + size) - x(start)
             inside = ""
             if width > 9 * len(text) + 6:
-                inside = f'<text class="on {css}" x="{x(start) + width / 2:.1f}" y="{middle + 4.5}" text-anchor="middle">{escape(text)}</text>'
-            parts.append(f'<rect class="seg {css}" x="{x(start):.2f}" y="{bar_top}" width="{max(width, 0.6):.2f}" height="{BAR}"/>{inside}')
+                inside = (
+                    f'<text class="on {css}" x="{x(start) + width / 2:.1f}" y="{middle + 4.5}" '
+                    f'text-anchor="middle">{escape(text)}</text>'
+                )
+            parts.append(
+                f'<rect class="seg {css}" x="{x(start):.2f}" y="{bar_top}" '
+                f'width="{max(width, 0.6):.2f}" height="{BAR}"/>{inside}'
+            )
             start += size
         return "".join(parts)
-    parts.append(f'<rect class="bar b-{bar.arm}" x="{x(0):.1f}" y="{bar_top}" width="{x(bar.value) - x(0):.1f}" height="{BAR}" rx="2"/>')
-    for k, value in enumerate(bar.dots[:60]):
-        parts.append(f'<circle class="dot" cx="{x(value):.1f}" cy="{middle + (k % 5 - 2) * 3.2:.1f}" r="1.8"/>')
+    parts.append(
+        f'<rect class="bar b-{bar.arm}" x="{x(0):.1f}" y="{bar_top}" '
+        f'width="{x(bar.value) - x(0):.1f}" height="{BAR}" rx="2"/>'
+    )
+    marks = "".join(f"M{x(value):.1f} {bar_top + BAR + 4}v7" for value in bar.dots[:200])
+    parts.append(f'<path class="rug" d="{marks}"/>' if marks else "")
     if bar.low is not None and bar.high is not None:
         a, b = x(bar.low), x(bar.high)
-        parts.append(f'<path class="whisker" d="M{a:.1f} {middle}H{b:.1f}M{a:.1f} {middle - 6}v12M{b:.1f} {middle - 6}v12"/>')
+        parts.append(
+            f'<path class="whisker" d="M{a:.1f} {middle}H{b:.1f}'
+            f'M{a:.1f} {middle - 5}v10M{b:.1f} {middle - 5}v10"/>'
+        )
     return "".join(parts)
 
 
-def interval_chart(*, difference: float, low: float | None, high: float | None, margin: float | None, higher_is_better: bool,
-                   metric: str, decimals: int, tone: str) -> str:  # fmt: skip
+def interval_chart(
+    *,
+    difference: float,
+    low: float | None,
+    high: float | None,
+    margin: float | None,
+    higher_is_better: bool,
+    metric: str,
+    decimals: int,
+    tone: str,
+) -> str:
     """The difference of the metric with its interval, on a scale that marks zero and the margin.
 
-    The worse side stands on the left, whatever the metric's direction: the axis turns round where lower is better.
+    The worse side stands on the left, whatever the metric's direction: the axis turns round where lower is
+    better.
     """
     known = low is not None and high is not None
     sizes = [abs(v) for v in (difference, low or 0.0, high or 0.0)] + ([margin * 1.5] if margin else [])
@@ -264,25 +320,44 @@ def interval_chart(*, difference: float, low: float | None, high: float | None, 
     body = []
     if margin:
         edge = x(-margin if higher_is_better else margin)
-        body.append(f'<rect class="zone-bad" x="12" y="{top}" width="{edge - 12:.1f}" height="{bottom - top}"/>'
-                    f'<rect class="zone-good" x="{edge:.1f}" y="{top}" width="{WIDTH - 12 - edge:.1f}" height="{bottom - top}"/>'
-                    f'<path class="edge" d="M{edge:.1f} {top - 6}V{bottom}"/>'
-                    f'<text class="label" x="{edge:.1f}" y="{top - 12}" text-anchor="middle">margin</text>')  # fmt: skip
+        body.append(
+            f'<rect class="zone-bad" x="12" y="{top}" width="{edge - 12:.1f}" height="{bottom - top}"/>'
+            f'<rect class="zone-good" x="{edge:.1f}" y="{top}" '
+            f'width="{WIDTH - 12 - edge:.1f}" height="{bottom - top}"/>'
+            f'<path class="edge" d="M{edge:.1f} {top - 6}V{bottom}"/>'
+            f'<text class="label" x="{edge:.1f}" y="{top - 12}" text-anchor="middle">margin</text>'
+        )
     else:
-        body.append(f'<rect class="zone-none" x="12" y="{top}" width="{WIDTH - 24}" height="{bottom - top}"/>')
-    body.append(f'<path class="zero" d="M{x(0):.1f} {top - 6}V{bottom}"/>'
-                f'<text class="label" x="{x(0):.1f}" y="{top - 12}" text-anchor="middle">same as FP32</text>')  # fmt: skip
+        body.append(
+            f'<rect class="zone-none" x="12" y="{top}" width="{WIDTH - 24}" height="{bottom - top}"/>'
+        )
+    body.append(
+        f'<path class="zero" d="M{x(0):.1f} {top - 6}V{bottom}"/>'
+        f'<text class="label" x="{x(0):.1f}" y="{top - 12}" text-anchor="middle">same as FP32</text>'
+    )
     if low is not None and high is not None:
         a, b = sorted((x(low), x(high)))
-        body.append(f'<path class="interval t-{tone}" d="M{a:.1f} {middle}H{b:.1f}M{a:.1f} {middle - 9}v18'
-                    f'M{b:.1f} {middle - 9}v18"/>')  # fmt: skip
-    body.append(f'<circle class="interval-dot t-{tone}" cx="{x(difference):.1f}" cy="{middle}" r="6"/>')  # fmt: skip
+        body.append(
+            f'<path class="interval t-{tone}" d="M{a:.1f} {middle}H{b:.1f}M{a:.1f} {middle - 9}v18'
+            f'M{b:.1f} {middle - 9}v18"/>'
+        )
+    body.append(f'<circle class="interval-dot t-{tone}" cx="{x(difference):.1f}" cy="{middle}" r="6"/>')
     marks = ticks(-span, span, 4)
-    body += [f'<text class="tick" x="{min(max(x(v), 24), WIDTH - 24):.1f}" y="{bottom + 17}" text-anchor="middle">'
-             f"{'+' if v > 0 else ''}{tick_text(v, marks)}</text>" for v in marks]  # fmt: skip
-    body.append(f'<text class="label" x="12" y="{bottom + 38}">← plan worse</text><text class="label" x="{WIDTH - 12}" '
-                f'y="{bottom + 38}" text-anchor="end">plan better →</text>')  # fmt: skip
-    about = (f"{metric}: plan minus FP32 is {fixed(difference, decimals)}, "
-             + (f"interval {fixed(low, decimals)} to {fixed(high, decimals)}" if known else "no interval")
-             + (f", margin {fixed(margin, decimals)}" if margin else ", no margin"))  # fmt: skip
-    return _svg("".join(body), height=bottom + 46, title=f"Difference in {metric}, plan minus FP32", about=about)
+    body += [
+        f'<text class="tick" x="{min(max(x(v), 24), WIDTH - 24):.1f}" y="{bottom + 17}" text-anchor="middle">'
+        f"{'+' if v > 0 else ''}{tick_text(v, marks)}</text>"
+        for v in marks
+    ]
+    body.append(
+        f'<text class="label" x="12" y="{bottom + 38}">← plan worse</text>'
+        f'<text class="label" x="{WIDTH - 12}" '
+        f'y="{bottom + 38}" text-anchor="end">plan better →</text>'
+    )
+    about = (
+        f"{metric}: plan minus FP32 is {fixed(difference, decimals)}, "
+        + (f"interval {fixed(low, decimals)} to {fixed(high, decimals)}" if known else "no interval")
+        + (f", margin {fixed(margin, decimals)}" if margin else ", no margin")
+    )
+    return _svg(
+        "".join(body), height=bottom + 46, title=f"Difference in {metric}, plan minus FP32", about=about
+    )

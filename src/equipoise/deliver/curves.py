@@ -1,7 +1,8 @@
 """Curves of many steps and seeds, brought to what a chart can show.
 
-Enters: rows ``{step, time_s, loss}`` of each seed. Leaves: at most ``POINTS`` points ``[step, time_s, value]`` for each
-seed and for their mean, and the count of values that were not finite. Where: after the run, called by ``figures.py``.
+Enters: rows ``{step, time_s, loss}`` of each seed. Leaves: at most ``POINTS`` points ``[step, time_s,
+value]`` for each seed and for their mean, and the count of values that were not finite. Where: after the
+run, called by ``figures.py``.
 """
 
 import statistics
@@ -53,7 +54,10 @@ def _rows(rows: Sequence[Mapping[str, Any]], value: str) -> list[Row]:
 def _mean(seeds: list[list[Row]]) -> list[Row]:
     by_step = [{row[0]: row for row in rows} for rows in seeds]
     common = [row[0] for row in seeds[0] if all(row[0] in seed for seed in by_step)]
-    return [[step, *(_mean_or_none([seed[step][column] for seed in by_step]) for column in (1, 2))] for step in common]
+    return [
+        [step, *(_mean_or_none([seed[step][column] for seed in by_step]) for column in (1, 2))]
+        for step in common
+    ]
 
 
 def _mean_or_none(values: Sequence[float | None]) -> float | None:

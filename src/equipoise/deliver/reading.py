@@ -1,12 +1,11 @@
 """What a comparison or a run left on disk, read for the report.
 
-Enters: a directory. Leaves: plain data. Where: after the run; no torch. A file that must be there and isn't, or can't
-be read, is a :class:`RunError`; a part that may be missing is left out; a torn last row of a JSONL (a run that was
-killed) is passed over, and any other row that can't be read is counted and said.
+Enters: a directory. Leaves: plain data. Where: after the run; no torch. A file that must be there and isn't,
+or can't be read, is a :class:`RunError`; a part that may be missing is left out; a torn last row of a JSONL
+(a run that was killed) is passed over, and any other row that can't be read is counted and said.
 """
 
 import json
-import shlex
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,24 +25,34 @@ def read(directory: Path) -> tuple[str, dict[str, Any]]:
     """
     if not directory.is_dir():
         what = "a file" if directory.exists() else "not there"
-        raise RunError(f"{str(directory)!r} is {what}; give the directory that `equipoise train` or `compare` wrote")
+        raise RunError(
+            f"{str(directory)!r} is {what}; give the directory that `equipoise train` or `compare` wrote"
+        )
     if (directory / COMPARISON).is_file():
         return "comparison", _comparison(directory)
     if (directory / RUN).is_file():
         return "run", _run(directory)
-    raise RunError(f"{str(directory)!r} holds neither {COMPARISON} nor {RUN}, so it is neither a comparison nor a "
-                   "run; give the directory that `equipoise train` or `compare` wrote")  # fmt: skip
+    raise RunError(
+        f"{str(directory)!r} holds neither {COMPARISON} nor {RUN}, so it is neither a comparison nor a "
+        "run; give the directory that `equipoise train` or `compare` wrote"
+    )
 
 
 def _comparison(directory: Path) -> dict[str, Any]:
     path = directory / COMPARISON
     data = _json(path)
     if data.get("schema", SCHEMA) != SCHEMA:
-        raise RunError(f"{str(path)!r} has schema {data['schema']!r}; this version reads {SCHEMA}: compare again")
+        raise RunError(
+            f"{str(path)!r} has schema {data['schema']!r}; this version reads {SCHEMA}: compare again"
+        )
     arms = data.get("arms")
-    missing = [k for k in ("fp32", "plan") if not isinstance(arms, Mapping) or not isinstance(arms.get(k), Mapping)]
+    missing = [
+        k for k in ("fp32", "plan") if not isinstance(arms, Mapping) or not isinstance(arms.get(k), Mapping)
+    ]
     if missing:
-        raise RunError(f"{str(path)!r} lacks the arm {' and '.join(missing)}; a comparison has both: compare again")
+        raise RunError(
+            f"{str(path)!r} lacks the arm {' and '.join(missing)}; a comparison has both: compare again"
+        )
     if not data.get("plan_toml"):
         data["plan_toml"] = _text(directory / "plan.toml")
     if not data.get("machine"):
@@ -64,24 +73,24 @@ def _run(directory: Path) -> dict[str, Any]:
     steps = _rows(directory / "steps.jsonl", notes)
     metrics = _optional_json(directory / "metrics.json") or {}
     if not steps and not metrics:
-        raise RunError(f"{str(directory)!r} has neither a row in steps.jsonl nor metrics.json: nothing was trained yet")
-    versions = metrics.get("versions") or asked.get("versions") or ((machine or {}).get("facts") or {}).get("versions")
+        raise RunError(
+            f"{str(directory)!r} has neither a row in steps.jsonl nor metrics.json: nothing was trained yet"
+        )
+    versions = (
+        metrics.get("versions")
+        or asked.get("versions")
+        or ((machine or {}).get("facts") or {}).get("versions")
+    )
     return {
-        "asked": asked, "machine": machine, "plan_toml": _text(directory / "plan.toml"), "steps": steps,
-        "metrics": metrics, "versions": dict(versions) if isinstance(versions, Mapping) else {},
-        "repeat": str(asked.get("repeat") or _command(asked)), "notes": notes,
-    }  # fmt: skip
-
-
-def _command(asked: Mapping[str, Any]) -> str:
-    """The command that trains the same again, from what ``run.toml`` says was asked."""
-    if not asked.get("task"):
-        return ""
-    words = ["equipoise", "train", str(asked["task"])]
-    for key in ("data", "seed", "precision", "plan", "max_steps", "max_time"):
-        if asked.get(key) not in (None, ""):
-            words += [f"--{key.replace('_', '-')}", str(asked[key])]
-    return shlex.join(words)
+        "asked": asked,
+        "machine": machine,
+        "plan_toml": _text(directory / "plan.toml"),
+        "steps": steps,
+        "metrics": metrics,
+        "versions": dict(versions) if isinstance(versions, Mapping) else {},
+        "repeat": str(asked.get("repeat") or ""),
+        "notes": notes,
+    }
 
 
 def _text(path: Path) -> str:

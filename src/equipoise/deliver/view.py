@@ -10,11 +10,14 @@ from typing import Any
 from markupsafe import Markup
 
 from . import charts, words
+from .way import Station, skips, stations
 from .words import FORMAT_LABELS, PART_LABELS, finite
 
 TONES = {"not-worse": "good", "worse": "bad", "inconclusive": "open"}
 VERDICTS = {"not-worse": "Not worse", "worse": "Worse", "inconclusive": "Inconclusive"}
 PROBE = {"use": ("good", "Use"), "not-worth-it": ("open", "Not worth it"), "unusable": ("bad", "Unusable")}
+NAME_LIMIT = 40
+"""Letters of the metric's name in headings and on axes; the first sentence has it whole."""
 FACT_LIMIT = 300
 """Letters of one fact about the machine; a list of CPU flags goes on for pages."""
 
@@ -26,17 +29,6 @@ class Tile:
     label: str
     value: str
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Station:
-    """One stage that a batch passes in a step."""
-
-    name: str
-    what: str
-    detail: str
-    time: str = ""
-    format: str = ""
 
 
 class View:
@@ -51,12 +43,22 @@ class View:
         sizes = (m["margin"], m["difference"], width)
         self.decimals = words.decimals_for(*sizes)
         self.tone = TONES.get(figures["verdict"] or "", "none")
-        self.verdict = VERDICTS.get(figures["verdict"] or "", "No verdict" if figures["kind"] == "comparison" else "")
+        self.verdict = VERDICTS.get(
+            figures["verdict"] or "", "No verdict" if figures["kind"] == "comparison" else ""
+        )
         self.comparison = figures["kind"] == "comparison"
+        self.metric_name = m["name"] if len(m["name"]) <= NAME_LIMIT else f"{m['name'][:NAME_LIMIT]}…"
 
     def arm(self, name: str) -> Mapping[str, Any]:
         """An arm by its name; empty when it wasn't run."""
         return next((a for a in self.arms if a["arm"] == name), {})
+
+    @property
+    def half_share(self) -> str:
+        """Share of the layers that compute in a narrow format, for the stripe of a mixed station."""
+        counts = self.f["formats"]
+        total = sum(counts.values())
+        return f"{100 * (1 - counts.get('fp32', 0) / total):.0f}%" if total else "50%"
 
     def value(self, number: Any) -> str:
         """A value of the metric."""
@@ -77,18 +79,32 @@ class View:
         m = self.metric
         if not self.comparison or m["difference"] is None:
             return Markup()
-        return Markup(charts.interval_chart(difference=m["difference"], low=m["low"], high=m["high"], margin=m["margin"],
-                                            higher_is_better=m["higher_is_better"], metric=m["name"],
-                                            decimals=self.decimals, tone=self.tone))  # fmt: skip
+        return Markup(
+            charts.interval_chart(
+                difference=m["difference"],
+                low=m["low"],
+                high=m["high"],
+                margin=m["margin"],
+                higher_is_better=m["higher_is_better"],
+                metric=m["name"],
+                decimals=self.decimals,
+                tone=self.tone,
+            )
+        )
 
     @property
     def tiles(self) -> list[Tile]:
         """Key figures; one that wasn't measured has no tile."""
         plan, base = self.arm("plan"), self.arm("fp32")
-        found = [self._speed_tile(), self._metric_tile()]
-        for label, key, text in (("Throughput", "samples_per_s", _per_second), ("Time to the metric", "time_to_metric_s", words.duration),
-                                 ("Training time", "run_s", words.duration), ("Peak memory", "peak_mem_bytes", words.memory),
-                                 ("Set-up", "setup_s", words.duration), ("Cost of one run", "cost", words.number)):  # fmt: skip
+        found = [self._speed_tile(), self._autocast_tile(), self._metric_tile()]
+        for label, key, text in (
+            ("Throughput", "samples_per_s", _per_second),
+            ("Time to the metric", "time_to_metric_s", words.duration),
+            ("Training time", "run_s", words.duration),
+            ("Peak memory", "peak_mem_bytes", words.memory),
+            ("Set-up", "setup_s", words.duration),
+            ("Cost of one run", "cost", words.number),
+        ):
             if plan.get(key) is None or (key == "run_s" and plan.get("time_to_metric_s") is not None):
                 continue
             value = plan[key]["median"] if key == "samples_per_s" else plan[key]
@@ -98,26 +114,58 @@ class View:
         if not self.comparison and plan.get("steps"):
             skips = plan.get("skipped")
             note = "" if skips is None else f"{skips:,} skipped" if skips else "none skipped"
-            found.insert(2, Tile("Steps", f"{plan['steps']:,}", note))
+            found.insert(3, Tile("Steps", f"{plan['steps']:,}", note))
         return [t for t in found if t]
 
     def _speed_tile(self) -> Tile | None:
         speed = self.f["speedup"]
         if speed is None:
             return None
+        return Tile("Speed against FP32", words.ratio(speed["median"]), self._interval_note(speed))
+
+    def _autocast_tile(self) -> Tile | None:
+        speed = self.arm("autocast").get("speedup")
+        return (
+            None
+            if speed is None
+            else Tile("Plain autocast’s speed", words.ratio(speed["median"]), self._interval_note(speed))
+        )
+
+    def _interval_note(self, speed: Mapping[str, Any]) -> str:
         ends = self.ends(speed, words.ratio)
-        other = self.arm("autocast").get("speedup")
-        notes = [f"interval {ends}" if ends else "against FP32", f"plain autocast: {words.ratio(other['median'])}" if other else ""]
-        return Tile("Speed against FP32", words.ratio(speed["median"]), " · ".join(n for n in notes if n))
+        trusted = speed.get("trusted", True)
+        return (
+            f"95\N{NO-BREAK SPACE}%: {ends}"
+            if ends and trusted
+            else ""
+            if trusted
+            else "disturbed by other programs"
+        )
 
     def _metric_tile(self) -> Tile | None:
         m = self.metric
         if self.comparison:
-            return None if m["plan"] is None else Tile(m["name"], self.value(m["plan"]), f"FP32: {self.value(m['fp32'])}")
+            return (
+                None
+                if m["plan"] is None
+                else Tile(
+                    words.capital(self.metric_name), self.value(m["plan"]), f"FP32: {self.value(m['fp32'])}"
+                )
+            )
         value, best = self.arm("plan")["metric"]["mean"], m.get("best")
         if value is not None:
-            return Tile(m["name"], self.value(value), "test data, read once")
-        return Tile(m["name"], self.value(best["value"]), "validation data, best") if best else None
+            return Tile(words.capital(self.metric_name), self.value(value), "test data, read once")
+        return (
+            Tile(words.capital(self.metric_name), self.value(best["value"]), "validation data, best")
+            if best
+            else None
+        )
+
+    @property
+    def extra(self) -> list[tuple[str, list[str]]]:
+        """(metric, its value in each arm) of metrics that are shown and never decide."""
+        names = dict.fromkeys(name for a in self.arms for name in a["extra"])
+        return [(name, [words.number(a["extra"].get(name), 4) for a in self.arms]) for name in names]
 
     # Curves
 
@@ -129,19 +177,37 @@ class View:
     @property
     def metric_charts(self) -> list[Markup]:
         """The metric on the validation data over steps and over time."""
-        return self._pair("metric", f"{self.metric['name'][:40]}, validation", markers=True, target=None)
+        return self._pair("metric", f"{self.metric_name}, validation", markers=True, target=None)
 
-    def _pair(self, which: str, label: str, *, markers: bool, target: tuple[float, str] | None) -> list[Markup]:
+    def _pair(
+        self, which: str, label: str, *, markers: bool, target: tuple[float, str] | None
+    ) -> list[Markup]:
         curves = self.f["curves"][which]
         unit, size = _time_unit([row[1] for c in curves for row in c["mean"]])
         found = []
         for column, x_label, scale in ((0, "step", 1.0), (1, f"training time ({unit})", size)):
-            series = [charts.Series(arm=c["arm"], label=self._label(c["arm"]), points=_points(c["mean"], column, scale), markers=markers,
-                                    faint=[_points(rows, column, scale) for rows in c["seeds"].values()]) for c in curves]  # fmt: skip
+            series = [
+                charts.Series(
+                    arm=c["arm"],
+                    label=self._label(c["arm"]),
+                    points=_points(c["mean"], column, scale),
+                    markers=markers,
+                    faint=[_points(rows, column, scale) for rows in c["seeds"].values()],
+                )
+                for c in curves
+            ]
             names = words.spoken([s.label for s in series])
             over = "steps" if column == 0 else "time"
-            found.append(charts.line_chart(series, x_label=x_label, y_label=label, target=target,
-                                           title=f"{label} over {over}".capitalize(), about=f"Lines of {names}."))  # fmt: skip
+            found.append(
+                charts.line_chart(
+                    series,
+                    x_label=x_label,
+                    y_label=label,
+                    target=target,
+                    title=f"{label} over {over}".capitalize(),
+                    about=f"Lines of {names}.",
+                )
+            )
         return [Markup(svg) for svg in found if svg]
 
     def curve_note(self, which: str) -> str:
@@ -170,10 +236,25 @@ class View:
                 continue
             ends = self.ends(speed, words.number)
             text = f"{_per_second(speed['median'])}" + (f"  ({ends})" if ends else "")
-            bars.append(charts.Bar(arm=a["arm"], label=a["label"], value=speed["median"], low=speed["low"], high=speed["high"],
-                                   value_text=text, dots=a["readings"]))  # fmt: skip
-        return Markup(charts.bar_chart(bars, x_label="samples per second", title="Throughput",
-                                       about="; ".join(f"{b.label}: {b.value_text}" for b in bars)))  # fmt: skip
+            bars.append(
+                charts.Bar(
+                    arm=a["arm"],
+                    label=a["label"],
+                    value=speed["median"],
+                    low=speed["low"],
+                    high=speed["high"],
+                    value_text=text,
+                    dots=a["readings"],
+                )
+            )
+        return Markup(
+            charts.bar_chart(
+                bars,
+                x_label="samples per second",
+                title="Throughput",
+                about="; ".join(f"{b.label}: {b.value_text}" for b in bars),
+            )
+        )
 
     @property
     def parts(self) -> Markup:
@@ -181,11 +262,31 @@ class View:
         bars = []
         for a in self.parts_arms:
             total = sum(a["parts"].values())
-            segments = [(f"p-{part[:-2]}", a["parts"].get(part, 0.0) * 1e3, words.share(a["parts"].get(part, 0.0) / total)) for part in PART_LABELS]
-            bars.append(charts.Bar(arm=a["arm"], label=a["label"], value=total * 1e3, segments=segments,
-                                   value_text=f"{words.duration(total)} a step"))  # fmt: skip
-        return Markup(charts.bar_chart(bars, x_label="time of one step (ms)", title="Where a step's time goes",
-                                       about="The table below has the same figures."))  # fmt: skip
+            segments = [
+                (
+                    f"p-{part[:-2]}",
+                    a["parts"].get(part, 0.0) * 1e3,
+                    words.share(a["parts"].get(part, 0.0) / total),
+                )
+                for part in PART_LABELS
+            ]
+            bars.append(
+                charts.Bar(
+                    arm=a["arm"],
+                    label=a["label"],
+                    value=total * 1e3,
+                    segments=segments,
+                    value_text=f"{words.duration(total)} a step",
+                )
+            )
+        return Markup(
+            charts.bar_chart(
+                bars,
+                x_label="time of one step (ms)",
+                title="Where a step's time goes",
+                about="The table below has the same figures.",
+            )
+        )
 
     @property
     def parts_arms(self) -> list[Mapping[str, Any]]:
@@ -196,54 +297,32 @@ class View:
     def part_rows(self) -> list[tuple[str, str, list[tuple[str, str]]]]:
         """(class, part, (time, share) of each arm)."""
         totals = [sum(a["parts"].values()) for a in self.parts_arms]
-        return [(f"p-{part[:-2]}", label, [(words.duration(a["parts"].get(part)), words.share(a["parts"].get(part, 0.0) / total))
-                                           for a, total in zip(self.parts_arms, totals, strict=True)])
-                for part, label in PART_LABELS.items()]  # fmt: skip
+        return [
+            (
+                f"p-{part[:-2]}",
+                label,
+                [
+                    (
+                        words.duration(a["parts"].get(part)),
+                        words.share(a["parts"][part] / total) if part in a["parts"] else "",
+                    )
+                    for a, total in zip(self.parts_arms, totals, strict=True)
+                ],
+            )
+            for part, label in PART_LABELS.items()
+        ]
 
     # The data's way
 
     @property
     def way(self) -> list[Station]:
         """The stations of one step of the plan, in the order in which a batch meets them."""
-        s, plan = self.f["step"], self.f["plan"] or {}
-        formats = self.f["formats"]
-        if not formats and not s["parts"]:
-            return []
-        parts = s["parts"] or {}
-        time = {part: words.duration(parts.get(part)) if parts.get(part) is not None else "" for part in PART_LABELS}
-        narrow = [f for f in formats if f != "fp32"]
-        scale = s["scale"]
-        scaled = scale is not None and scale != 1
-        if scaled:
-            backward = f"loss × {words.number(scale, 6)}"
-            why = "small gradients stay above FP16's smallest number"
-        else:
-            backward = "loss as it is"
-            why = "the exponents reach as far as FP32's: no scaling" if narrow != ["fp16"] else "no scale recorded"
-        batch = f"{words.number(s['batch'], 4)} samples" if s["batch"] else "one batch"
-        loss = f"value {words.number(s['loss'], 4)}" if s["loss"] is not None else "log-softmax and sums too"
-        norm = f"gradient norm {words.number(s['grad_norm'], 4)}" if s["grad_norm"] is not None else "every gradient finite?"
-        return [
-            Station("Batch", batch, "read and moved to the device", time["data_s"]),
-            Station("Layers", words.layer_counts(formats) or "formats not recorded", "sensitive operators in FP32", time["forward_s"],
-                    "mixed" if len(formats) > 1 else next(iter(formats), "")),
-            Station("Loss", "in FP32", loss, "", "fp32"),
-            Station("Backward", backward, why, time["backward_s"], "mixed" if len(formats) > 1 else next(iter(formats), "")),
-            Station("Check", "unscale, look" if scaled else "look", norm, time["machinery_s"], "fp32"),
-            Station("Optimizer", "FP32 master weights", "one fused kernel" if plan.get("fused_optimizer") else "as the user made it",
-                    time["optimizer_s"], "fp32"),
-        ]  # fmt: skip
+        return stations(self.f)
 
     @property
     def skips(self) -> str:
         """How many steps were skipped, as a sentence; empty when not recorded."""
-        s = self.f["step"]
-        if s["skipped"] is None:
-            return ""
-        of = f" of {s['steps']:,} steps" if s["steps"] else ""
-        if not s["skipped"]:
-            return f"No step{of and of.replace(' of ', ' of the ', 1)} was skipped: every gradient was finite."
-        return f"{s['skipped']:,}{of} skipped: a gradient was not finite, so weights and schedule stayed as they were."
+        return skips(self.f)
 
     # Layers, machine
 
@@ -258,12 +337,15 @@ class View:
         for key, value in found.items():
             known = finite(value)
             if key.endswith("_s"):
-                texts.append(f"{key[:-2].replace('_', ' ')} {words.duration(known)}")
+                texts.append(f"{self._figure(key[:-2])} {words.duration(known)}")
             elif key.endswith("_ratio"):
-                texts.append(f"{key[:-6].replace('_', ' ')} {words.ratio(known)}")
+                texts.append(f"{self._figure(key[:-6])} {words.ratio(known)}")
             else:
-                texts.append(f"{key.replace('_', ' ')} {words.number(known)}")
+                texts.append(f"{self._figure(key)} {words.number(known)}")
         return " · ".join(texts)
+
+    def _figure(self, key: str) -> str:
+        return FORMAT_LABELS.get(key, key.replace("_", " "))
 
     def probe(self, verdict: Any) -> tuple[str, str]:
         """(tone, text) of a format's verdict."""
@@ -273,8 +355,15 @@ class View:
     def facts(self) -> list[tuple[str, str]]:
         """What is known of the machine, as name and text."""
         machine = self.f["machine"]
-        return [(k.removesuffix("_bytes").removesuffix("_s").replace("_", " "), text)
-                for k, text in _flat(machine["facts"]) if text] if machine else []  # fmt: skip
+        return (
+            [
+                (k.removesuffix("_bytes").removesuffix("_s").replace("_", " "), text)
+                for k, text in _flat(machine["facts"])
+                if text
+            ]
+            if machine
+            else []
+        )
 
     def format_label(self, name: str) -> str:
         """A format's name as people write it."""
@@ -282,8 +371,10 @@ class View:
 
     def swatch(self, arm: str) -> Markup:
         """A piece of an arm's line with its marker, for legends."""
-        return Markup('<svg class="swatch" viewBox="0 0 34 14" aria-hidden="true"><path class="line s-{}" d="M1 7H33"/>{}</svg>').format(
-            arm, Markup(charts.marker(arm, 17, 7, 3.4)))  # fmt: skip
+        return Markup(
+            '<svg class="swatch" viewBox="0 0 34 14" aria-hidden="true">'
+            '<path class="line s-{}" d="M1 7H33"/>{}</svg>'
+        ).format(arm, Markup(charts.marker(arm, 17, 7, 3.4)))
 
 
 def _per_second(value: float | None) -> str:
@@ -310,7 +401,13 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         elif isinstance(value, bool):
             found.append((name, "yes" if value else "no"))
         elif finite(value) is not None:
-            text = words.memory if name.endswith("_bytes") else words.duration if name.endswith("_s") else lambda v: f"{v:,g}"
+            text = (
+                words.memory
+                if name.endswith("_bytes")
+                else words.duration
+                if name.endswith("_s")
+                else lambda v: f"{v:,g}"
+            )
             found.append((name, text(float(value))))
         elif value is not None:
             found.append((name, _short(str(value))))

@@ -1,20 +1,32 @@
 """Numbers and findings in words, the way a person reads them.
 
-Enters: plain numbers in SI units. Leaves: short texts with units. Where: after the run, for the report. A value that
-is missing or not finite is "–": it is never replaced by a guess.
+Enters: plain numbers in SI units. Leaves: short texts with units. Where: after the run, for the report. A
+value that is missing or not finite is "–": it is never replaced by a guess.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 NOTHING = "–"
 """What stands where a value is missing."""
 
 ARM_LABELS = {"fp32": "FP32", "autocast": "Plain autocast", "plan": "Plan"}
-FORMAT_LABELS = {"fp32": "FP32", "bf16": "bf16", "fp16": "FP16", "tf32": "TF32", "fp8-e4m3": "FP8 E4M3",
-                 "fp8-e5m2": "FP8 E5M2"}  # fmt: skip
-PART_LABELS = {"data_s": "Data", "forward_s": "Forward", "backward_s": "Backward", "optimizer_s": "Optimizer",
-               "machinery_s": "Machinery"}  # fmt: skip
+FORMAT_LABELS = {
+    "fp32": "FP32",
+    "bf16": "bf16",
+    "fp16": "FP16",
+    "tf32": "TF32",
+    "fp8-e4m3": "FP8 E4M3",
+    "fp8-e5m2": "FP8 E5M2",
+}
+PART_LABELS = {
+    "data_s": "Data",
+    "forward_s": "Forward",
+    "backward_s": "Backward",
+    "optimizer_s": "Optimizer",
+    "machinery_s": "Machinery",
+}
 
 
 def finite(value: Any) -> float | None:
@@ -36,11 +48,12 @@ def fixed(value: float | None, decimals: int) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``digits`` significant digits with thousands separators; very large and very small as a power of ten."""
+    """``digits`` significant digits with thousands separators; the very large and small as powers of ten."""
     if value is None:
         return NOTHING
     if value == 0:
         return "0"
+    value = float(f"{value:.{digits - 1}e}")  # rounded first: 9.996 is 10.0, not 10.00
     exponent = math.floor(math.log10(abs(value)))
     if exponent >= 9 or exponent < -4:
         mantissa = f"{value / 10.0**exponent:.{digits - 1}f}".replace("-", "−")
@@ -73,18 +86,26 @@ def duration(value_s: float | None) -> str:
         return NOTHING
     size = abs(value_s)
     if size == 0:
-        return "0 s"
+        return "0\N{NO-BREAK SPACE}s"
     if size < 0.9995e-3:
-        return f"{number(value_s * 1e6)} µs"
+        return f"{number(value_s * 1e6)}\N{NO-BREAK SPACE}µs"
     if size < 0.9995:
-        return f"{number(value_s * 1e3)} ms"
+        return f"{number(value_s * 1e3)}\N{NO-BREAK SPACE}ms"
     if size < 119.95:
-        return f"{number(value_s) if size < 10 else fixed(value_s, 1)} s"
+        return f"{number(value_s) if size < 10 else fixed(value_s, 1)}\N{NO-BREAK SPACE}s"
     minutes, seconds = divmod(round(value_s), 60)
     if minutes < 120:
-        return f"{minutes} min {seconds} s" if seconds else f"{minutes} min"
+        return (
+            f"{minutes}\N{NO-BREAK SPACE}min {seconds}\N{NO-BREAK SPACE}s"
+            if seconds
+            else f"{minutes}\N{NO-BREAK SPACE}min"
+        )
     hours, minutes = divmod(round(value_s / 60), 60)
-    return f"{hours:,} h {minutes} min" if minutes else f"{hours:,} h"
+    return (
+        f"{hours:,}\N{NO-BREAK SPACE}h {minutes}\N{NO-BREAK SPACE}min"
+        if minutes
+        else f"{hours:,}\N{NO-BREAK SPACE}h"
+    )
 
 
 def memory(value_bytes: float | None) -> str:
@@ -93,19 +114,19 @@ def memory(value_bytes: float | None) -> str:
         return NOTHING
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(value_bytes) >= size:
-            return f"{number(value_bytes / size)} {unit}"
-    return f"{number(value_bytes)} B"
+            return f"{number(value_bytes / size)}\N{NO-BREAK SPACE}{unit}"
+    return f"{number(value_bytes)}\N{NO-BREAK SPACE}B"
 
 
 def share(value: float | None) -> str:
     """``12 %``; below ten with one decimal."""
     if value is None:
         return NOTHING
-    return f"{fixed(value * 100, 0 if abs(value) >= 0.0995 else 1)} %"
+    return f"{fixed(value * 100, 0 if abs(value) >= 0.0995 or value == 0 else 1)}\N{NO-BREAK SPACE}%"
 
 
 def decimals_for(*sizes: float | None) -> int:
-    """Decimals at which the smallest of ``sizes`` (margin, difference, width of the interval) still shows two digits."""
+    """Decimals at which the smallest of ``sizes`` (margin, difference, interval) still shows two digits."""
     real = [abs(s) for s in sizes if s is not None and s != 0]
     if not real:
         return 4
@@ -115,6 +136,11 @@ def decimals_for(*sizes: float | None) -> int:
 def plural(count: int, one: str, many: str | None = None) -> str:
     """``1 layer``, ``2 layers``."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def capital(text: str) -> str:
+    """The first letter large, the rest as it is."""
+    return text[:1].upper() + text[1:]
 
 
 def spoken(parts: list[str]) -> str:
@@ -132,7 +158,7 @@ def layer_counts(formats: dict[str, int]) -> str:
     return spoken(texts)
 
 
-def speed_phrase(speedup: dict[str, float | None] | None) -> str:
+def speed_phrase(speedup: Mapping[str, Any] | None) -> str:
     """The speed in words: ``1.9× faster`` only where the whole interval lies on one side of 1."""
     median = (speedup or {}).get("median")
     if speedup is None or median is None:
@@ -141,10 +167,11 @@ def speed_phrase(speedup: dict[str, float | None] | None) -> str:
     straddles = low is not None and high is not None and low < 1 < high
     if abs(median - 1) < 0.03 or straddles:
         return f"As fast as FP32 ({ratio(median)})"
-    return f"{ratio(median)} faster" if median > 1 else f"Slower than FP32 ({ratio(median)})"
+    phrase = f"{ratio(median)} faster" if median > 1 else f"slower than FP32 ({ratio(median)})"
+    return capital(phrase if speedup.get("trusted", True) else f"perhaps {phrase}")
 
 
-def headline(verdict: str | None, speedup: dict[str, float | None] | None) -> str:
+def headline(verdict: str | None, speedup: Mapping[str, Any] | None) -> str:
     """The finding in one sentence."""
     speed = speed_phrase(speedup)
     return {
@@ -160,10 +187,14 @@ def metric_sentence(metric: dict[str, Any]) -> str:
     if fp32 is None or plan is None:
         return ""
     low, high, difference = (metric.get(k) for k in ("low", "high", "difference"))
-    digits = decimals_for(metric.get("margin"), difference, None if low is None or high is None else high - low)
-    text = f"{metric['name']} is {fixed(plan, digits)} with the plan and {fixed(fp32, digits)} in FP32"
+    digits = decimals_for(
+        metric.get("margin"), difference, None if low is None or high is None else high - low
+    )
+    text = (
+        f"{capital(metric['name'])} is {fixed(plan, digits)} with the plan and {fixed(fp32, digits)} in FP32"
+    )
     if difference is not None:
         text += f", a difference of {signed(difference, digits)}"
     if low is not None and high is not None:
-        text += f" (95 % interval {signed(low, digits)} to {signed(high, digits)})"
+        text += f" (95\N{NO-BREAK SPACE}% interval {signed(low, digits)} to {signed(high, digits)})"
     return f"{text}; {'higher' if metric.get('higher_is_better', True) else 'lower'} is better."
