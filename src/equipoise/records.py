@@ -7,6 +7,7 @@ Where: everywhere; each record says who makes it and who reads it.
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any, Protocol
 
 
@@ -72,7 +73,8 @@ class Machine:
     """Cores, threads, memory, CPU features, versions, driver, accelerators seen: for people and the
     report."""
     readings: Sequence[Mapping[str, Any]] = ()
-    """Each {op, shape, direction, format, threads, median_s, low_s, high_s, rounds, rate, unit}."""
+    """Each {op, shape, direction, format, threads, median_s, low_s, high_s, rounds, work, rate, unit, clock,
+    foreign_share}."""
     trusted: bool = True
     """False when foreign load made the measurement prove nothing."""
     note: str = ""
@@ -81,6 +83,16 @@ class Machine:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self)
+
+    def _repr_html_(self) -> str:
+        """The verdicts as a table for a notebook."""
+        rows = "".join(
+            f"<tr><td>{escape(v.format)}</td><td>{escape(v.verdict)}</td><td>{escape(v.reason)}</td></tr>"
+            for v in self.formats.values()
+        )
+        head = "<tr><th>format</th><th>verdict</th><th>reason</th></tr>"
+        note = f"<p>{escape(self.note)}</p>" if self.note else ""
+        return f"<p><b>{escape(self.name)}</b> ({escape(self.device)})</p><table>{head}{rows}</table>{note}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
