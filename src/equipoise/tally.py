@@ -139,7 +139,8 @@ def result_of(*, task: str, about: str, metric: Mapping[str, Any], judgement: Ju
               repeat: str) -> dict[str, Any]:  # fmt: skip
     """The content of ``comparison.json``."""
     autocast = speeds.get("autocast")
-    trust = [f"{name}: {ratio.note}." for name, ratio in speeds.items() if ratio.note]
+    names = {"plan": "the plan", "autocast": "plain autocast"}
+    trust = [f"Speed of {names[arm]}: {ratio.note}." for arm, ratio in speeds.items() if ratio.note]
     return {
         "schema": SCHEMA,
         "task": task,

@@ -48,7 +48,7 @@ def compare(
     from ..comparison import compare as run
     from ..deliver.report import render
 
-    with _progress() as show:
+    with progress() as show:
         verdict = run(
             task, repeats=repeats, margin=margin, metric=metric, alpha=alpha, with_autocast=with_autocast,
             steps=max_steps, max_time=max_time, data=data, out=out or _new_name(task), seed=seed,
@@ -195,7 +195,8 @@ class _Bar:
             self._bar.console.print(line, markup=False, highlight=False)
 
 
-def _progress() -> "_Bar | _Lines":
+def progress() -> "_Bar | _Lines":
+    """What shows the events of a comparison on stderr: a bar on a terminal, plain lines elsewhere."""
     return _Bar() if sys.stderr.isatty() else _Lines()
 
 
@@ -215,7 +216,7 @@ def _line_of(event: Mapping[str, Any]) -> str:
     if kind == "setup":
         work = "planning" if event["arm"] == "plan" and event["number"] == 0 else "setting up"
         return f"seed {event['seed']} ({event['number'] + 1} of {event['of']}): {work} {event['arm']}"
-    if kind == "ready" and event["plan"]:
+    if kind == "ready" and event["plan"] and event["number"] == 0:
         return f"plan: {event['plan']} ({words.duration(event['setup_s'])})"
     if kind in ("eval", "test"):
         where = f"step {event['step']}" if kind == "eval" else "test"
