@@ -98,7 +98,7 @@ class View:
         plan, base = self.arm("plan"), self.arm("fp32")
         found = [self._speed_tile(), self._autocast_tile(), self._metric_tile()]
         for label, key, text in (
-            ("Throughput", "samples_per_s", _per_second),
+            ("Samples per second", "samples_per_s", words.number),
             ("Time to the metric", "time_to_metric_s", words.duration),
             ("Training time", "run_s", words.duration),
             ("Peak memory", "peak_mem_bytes", words.memory),
@@ -378,7 +378,7 @@ class View:
 
 
 def _per_second(value: float | None) -> str:
-    return f"{words.number(value)}/s"
+    return f"{words.number(value)} samples/s"
 
 
 def _points(rows: Sequence[Sequence[float | None]], column: int, size: float) -> list[charts.Point]:

@@ -53,8 +53,7 @@ def number(value: float | None, digits: int = 3) -> str:
         return NOTHING
     if value == 0:
         return "0"
-    value = float(f"{value:.{digits - 1}e}")  # rounded first: 9.996 is 10.0, not 10.00
-    exponent = math.floor(math.log10(abs(value)))
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 9.996 is 10.0
     if exponent >= 9 or exponent < -4:
         mantissa = f"{value / 10.0**exponent:.{digits - 1}f}".replace("-", "−")
         return f"{mantissa}·10{_superscript(exponent)}"
@@ -77,7 +76,7 @@ def ratio(value: float | None) -> str:
     """``1.93×``."""
     if value is None:
         return NOTHING
-    return f"{fixed(value, 2 if value < 20 else 1)}×"
+    return f"{fixed(value, 2 if value < 20 else 1) if value >= 0.1 else number(value, 2)}×"
 
 
 def duration(value_s: float | None) -> str:
