@@ -126,7 +126,6 @@ class Session:
         return self._updater.scaler
 
     # -- before the first step
-    # ----------------------------------------------------------------------------------
 
     def _begin(self, precision: Any, plan: Plan | str | None) -> None:
         from .trials import Recorder, named_plan
@@ -213,8 +212,7 @@ class Session:
         self.setup_s += time.perf_counter() - began
         return plan
 
-    # -- inside a step
-    # --------------------------------------------------------------------------------------------
+    # -- inside a step ------------------------------------------------------------------------------------
 
     def feed(self, loader: Iterable[Any]) -> DeviceFeed[Any]:
         """``loader``'s batches on the model's device; nested containers of tensors are kept as they are."""
@@ -465,7 +463,6 @@ class Session:
         return report
 
     # -- between steps and after
-    # ----------------------------------------------------------------------------------
 
     def register(self, name: str, obj: Any) -> None:
         """Add an object with ``state_dict`` and ``load_state_dict`` to what the session's state holds.

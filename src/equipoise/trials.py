@@ -223,9 +223,10 @@ def named_plan(root: nn.Module, policy: Policy, device: torch.device) -> Plan:
         )
         for fmt in sorted(used - {"fp32"}):
             verdict = machine.formats.get(fmt) if machine is not None else None
-            if verdict is not None and verdict.verdict == "unusable":
+            if verdict is not None and (verdict.verdict == "unusable" or verdict.emulated):
+                what = "is emulated" if verdict.emulated else "can't be used"
                 raise FormatError(
-                    f"format {fmt!r} can't be used on this {device.type}: {verdict.reason}. "
+                    f"format {fmt!r} {what} on this {device.type}: {verdict.reason}. "
                     "Ask for 'fp32', or for 'auto' to let the measurement choose"
                 )
     return Plan(policy=policy, formats=layer_formats(root, formats), source="named")
