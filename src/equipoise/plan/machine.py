@@ -42,10 +42,13 @@ class TimeBox:
     """The child is killed at this; the rest is left for reading its lines."""
 
 
-QUICK = TimeBox(measure_s=3.8, kill_s=4.5)
-"""Inside 5 s on two cores, the child's import of torch (up to 2.5 s) included."""
+QUICK = TimeBox(measure_s=3.6, kill_s=4.3)
+"""Inside 5 s on two cores, the child's import of torch (up to 2.5 s) and the command's own start included."""
 FULL = TimeBox(measure_s=17.5, kill_s=19.0)
 """Inside 20 s."""
+
+CHILD = (sys.executable, "-P", "-m", "equipoise.plan._measure")
+"""``-P``: a user's ``random.py`` in the current directory must not stand in for the library's."""
 
 
 def probe(
@@ -73,8 +76,8 @@ def probe(
     if not fresh and (cached := _load(file, key, quick)) is not None:
         return replace(cached, facts={**cached.facts, **host, "from_cache": True})
     box = QUICK if quick else FULL
-    findings = _measure(device, host["threads"], quick, start_s, box)
-    machine = _assemble(key, host, findings, quick)
+    findings = measure(device, host["threads"], quick, start_s, box)
+    machine = assemble(key, host, findings, quick, device)
     if machine.trusted and findings.decided:
         _save(file, machine)
     return machine
@@ -86,7 +89,7 @@ def cache_dir() -> Path:
 
 
 @dataclass(slots=True)
-class _Findings:
+class Findings:
     """What came from the child, or from several when one crashed."""
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -130,25 +133,26 @@ class _Findings:
         self.faults.setdefault(name, []).append(fault)
 
 
-def _measure(device: str, threads: int, quick: bool, start_s: float, box: TimeBox) -> _Findings:
-    """Run the child until it is through or its time is over; once more without a format that crashed it."""
-    findings = _Findings()
+def measure(
+    device: str,
+    threads: int,
+    quick: bool,
+    start_s: float,
+    box: TimeBox,
+    child: Sequence[str] = CHILD,
+) -> Findings:
+    """Run the child until it is through or its time is over; once more without a format that crashed it.
+
+    Raises:
+        UserError: torch doesn't see the device asked for.
+        EquipoiseError: the child can't start, or ends before it could say anything.
+    """
+    findings = Findings()
     skip: list[str] = []
     while True:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "equipoise.plan._measure",
-            "--device",
-            device,
-            "--threads",
-            str(threads),
-            "--until",
-            repr(start_s + box.measure_s),
-            *(["--quick"] if quick else []),
-            *(word for name in skip for word in ("--skip", name)),
-        ]
+        command = [*child, "--device", device, "--threads", str(threads)]
+        command += ["--until", repr(start_s + box.measure_s), *(["--quick"] if quick else [])]
+        command += [word for name in skip for word in ("--skip", name)]
         output, errors, code = _child(command, start_s + box.kill_s)
         findings.take(output)
         if findings.error:
@@ -198,7 +202,7 @@ def _text(raw: bytes | None) -> str:
     return (raw or b"").decode(errors="replace")
 
 
-def _blame_a_hang(findings: _Findings, box: TimeBox) -> None:
+def _blame_a_hang(findings: Findings, box: TimeBox) -> None:
     """A format hangs when its first call began long before the child had to be killed, on a quiet machine."""
     findings.remarks.append(f"stopped after {box.kill_s:g} s with what was measured until then")
     begun = findings.trying
@@ -215,7 +219,9 @@ def _where(begun: Mapping[str, Any]) -> str:
     return " ".join(part for part in (begun.get("op"), begun.get("direction")) if part)
 
 
-def _assemble(key: str, host: Mapping[str, Any], findings: _Findings, quick: bool) -> Machine:
+def assemble(
+    key: str, host: Mapping[str, Any], findings: Findings, quick: bool, device: str = "auto"
+) -> Machine:
     """The record from what the host and the child told."""
     facts = {**host, **findings.facts}
     claims: dict[str, bool | None] = facts.pop("claims", {})
@@ -231,7 +237,7 @@ def _assemble(key: str, host: Mapping[str, Any], findings: _Findings, quick: boo
     }
     return Machine(
         fingerprint=key,
-        device=facts.get("device", "cpu"),
+        device=facts.get("device", device),
         name=facts.get("gpu") or facts["cpu"],
         formats=verdicts,
         facts=facts,
