@@ -327,13 +327,12 @@ def smallest_gaining_volume(machine: Machine, half: str) -> float:
     """
     times: dict[int, dict[str, float]] = {}
     for reading in machine.readings:
-        shape = reading.get("shape") or ()
-        if (
-            reading.get("op") == "gemm"
-            and reading.get("direction") == "forward"
-            and len(set(shape)) == 1
-            and shape
-        ):
-            times.setdefault(int(shape[0]), {})[str(reading["format"])] = float(reading["median_s"])
+        if reading["op"] != "gemm" or reading["direction"] != "forward":
+            continue
+        sides = {int(side) for side in str(reading["shape"]).split("x")}
+        if len(sides) == 1:
+            by_format = times.setdefault(sides.pop(), {})
+            seconds = float(reading["median_s"])
+            by_format[reading["format"]] = min(seconds, by_format.get(reading["format"], math.inf))
     gaining = [n for n, t in times.items() if half in t and "fp32" in t and t["fp32"] > 1.2 * t[half]]
     return float(min(gaining)) ** 3 if gaining else math.inf

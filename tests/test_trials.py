@@ -1,0 +1,184 @@
+"""Planning on real steps: what it sees, and that nothing of it remains."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from equipoise.session import Session
+from equipoise.step.optim import inner_optimizer
+from equipoise.trials import Recorder, restored
+from recorded import machine
+
+IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([0, 1, 2, 3])
+
+
+def conv_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 36, 4)
+    )
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """All bits that planning must leave alone."""
+    return {
+        "weights": {k: v.clone() for k, v in model.state_dict().items()},
+        "grads": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "identity": [(id(p), p.data_ptr(), p.stride()) for p in model.parameters()],
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "modes": [m.training for m in model.modules()],
+        "rng": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()),
+        "forwards": [
+            sorted(k for k in m.__dict__ if "forward" in k and m.__dict__[k]) for m in model.modules()
+        ],
+    }
+
+
+def assert_same(before: dict, after: dict) -> None:
+    for name, value in before["weights"].items():
+        assert torch.equal(value, after["weights"][name]), name
+    for key in ("grads", "optimizer"):
+        torch.testing.assert_close(before[key], after[key], rtol=0, atol=0)
+    assert torch.equal(before["rng"][0], after["rng"][0])
+    for key in ("identity", "modes", "forwards"):
+        assert before[key] == after[key]
+    assert before["rng"][1:] == after["rng"][1:]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_restored_puts_every_bit_back_even_when_a_trial_fails(fails: bool) -> None:
+    model = conv_model()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    calls = []
+    opt.register_step_post_hook(lambda *_: calls.append(1))
+    F.cross_entropy(model(IMAGES), LABELS).backward()
+    opt.step()
+    before, hooks = everything(model, opt), len(calls)
+    try:
+        with restored(model, [opt]) as start:
+            for _ in range(2):
+                start()
+                model.eval()
+                F.cross_entropy(model(IMAGES), LABELS).backward()
+                opt.step()
+                random.random(), np.random.rand(), torch.rand(3)
+                model[0].weight.requires_grad_(False)
+            if fails:
+                raise MemoryError("while a trial ran")
+    except MemoryError:
+        assert fails
+    assert_same(before, everything(model, opt))
+    assert len(calls) == hooks  # the user's own hooks didn't see the trials
+    assert model[0].weight.requires_grad
+
+
+def test_the_recorder_replays_the_first_step() -> None:
+    model = conv_model()
+    recorder = Recorder(model)
+    torch.manual_seed(5)
+    F.cross_entropy(model(IMAGES), LABELS).backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with torch.no_grad():
+        model(torch.randn(2, 3, 8, 8))  # an evaluation isn't the step
+    replay = recorder.replay()
+    assert replay is not None and sorted(recorder.calls) == ["0", "5"]
+    assert recorder.calls["5"].args[0].shape == (4, 288)
+    torch.manual_seed(5)
+    from contextlib import nullcontext
+
+    replay(nullcontext)
+    for grad, p in zip(want, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad, rtol=1e-6, atol=1e-8)
+    recorder.remove()
+    assert not model._forward_hooks and not model[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("half", ["use", "not-worth-it"])
+def test_planning_after_the_first_step_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, half: str) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16=half))
+    planned, plain = conv_model(), conv_model()
+    opt = torch.optim.SGD(planned.parameters(), lr=0.1, momentum=0.9)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    session = Session(planned, opt, plan_time_s=3.0)
+    assert "not planned yet" in session.explain()
+    torch.manual_seed(3)
+    with session.autocast():
+        loss = F.cross_entropy(planned(IMAGES), LABELS)
+    session.step(loss)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    F.cross_entropy(plain(IMAGES), LABELS).backward()
+    other.step()
+    assert torch.equal(state, torch.get_rng_state())
+    for (name, a), b in zip(planned.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name  # values; a plan may have laid weights out anew
+    plan = session.plan
+    assert plan is not None and plan.source in ("auto", "static")
+    if half == "not-worth-it":
+        assert set(plan.formats.values()) == {"fp32"}
+    assert session.setup_s > 0
+    session.restore()
+    assert [p.stride() for p in planned.parameters()] == [p.stride() for p in plain.parameters()]
+
+
+def test_prepare_plans_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    model = conv_model()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = everything(model, opt)
+    session = Session(model, opt, plan_time_s=3.0)
+    plan = session.prepare((IMAGES, LABELS), lambda m, batch: F.cross_entropy(m(batch[0]), batch[1]))
+    session.restore()
+    after = everything(model, opt)
+    before["identity"] = [(i, s) for i, _, s in before["identity"]]
+    after["identity"] = [(i, s) for i, _, s in after["identity"]]
+    assert_same(before, after)
+    assert plan is session.plan and set(plan.formats) == {"0", "1", "5"}
+    assert len(inner_optimizer(opt).state) == 0
+
+
+def test_no_time_to_plan_gives_the_static_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=0)
+    session.step(model(torch.randn(256, 1024)).mean())
+    assert session.plan is not None and session.plan.source == "static"
+    assert str(session.plan.policy) == "bf16"  # the recorded machine gains at 256x256x256, and this is larger
+    assert "can't tell" in session.explain()
+
+
+def test_a_forward_that_is_not_one_call_of_the_model_is_not_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    model = conv_model()
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    features = model[0](IMAGES)  # parts are called, the root never is
+    session.step(features.mean())
+    assert session.plan is not None and "wasn't one call of the model" in session.plan.note
+
+
+def test_an_arm_without_a_kernel_is_taken_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+
+    class Stubborn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.linear(x)
+            if out.dtype is not torch.float32:
+                raise RuntimeError("this operator knows no half")
+            return out
+
+    model = Stubborn()
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=2.0)
+    session.step(model(torch.randn(4, 8)).mean())
+    assert session.plan is not None and set(session.plan.formats.values()) == {"fp32"}
+    assert not session.step(model(torch.randn(4, 8)).mean()).skipped
