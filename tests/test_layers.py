@@ -15,9 +15,12 @@ PACKAGE = Path(equipoise.__file__).parent
 LAYERS = {
     0: {"errors", "formats", "policy", "sensitive", "records", "ranks", "evidence"},
     1: {"plan", "step", "watch"},
-    2: {"session", "task", "trials", "run", "trainer", "journal", "rundir", "evaluation", "comparison", "arms", "tally", "config"},
+    2: {
+        "session", "task", "trials", "run", "trainer", "journal", "rundir", "evaluation", "comparison", "arms",
+        "tally", "config",
+    },
     3: {"adapters", "deliver", "tasks", "cli", "__main__", "arm_plain", "arm_plan"},
-}
+}  # fmt: skip
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 
 KNOW_ALL_TIMES = {"session", "trials", "run"}

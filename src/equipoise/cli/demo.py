@@ -45,7 +45,7 @@ def headline(result: Mapping[str, Any]) -> str:
 
     task, speedup = result["task"], result["speedup"]
     if not speedup.get("trusted", True):
-        return f"{task}: other work on this machine hid how fast it trains; run the demo again when it is quiet."
+        return f"{task}: other work on this machine hid how fast it trains; run the demo again later."
     if result["helped"]:
         return f"{task}: {result['helped']}"
     formats = words.layer_counts(result["formats"])
