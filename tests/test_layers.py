@@ -16,8 +16,8 @@ LAYERS = {
     0: {"errors", "formats", "policy", "sensitive", "records", "ranks", "evidence"},
     1: {"plan", "step", "watch"},
     2: {
-        "session", "task", "trials", "run", "trainer", "journal", "rundir", "evaluation", "comparison", "arms",
-        "tally", "config",
+        "session", "task", "trials", "run", "trainer", "journal", "rundir", "evaluation", "comparison",
+        "arms", "tally", "config",
     },
     3: {"adapters", "deliver", "tasks", "cli", "__main__", "arm_plain", "arm_plan"},
 }  # fmt: skip
