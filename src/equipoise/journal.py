@@ -39,7 +39,8 @@ class Journal:
         self.elapsed_s = 0.0
         """Seconds that earlier processes gave to this run, up to the checkpoint."""
         self.setup_s = 0.0
-        self.saved_step = 0
+        self.unsaved = False
+        """Whether anything was added since the last checkpoint."""
         self._rows: Rows | None = None
 
     # -- at the start --
@@ -68,7 +69,6 @@ class Journal:
         for name in ("evals", "best", "inexact", "elapsed_s", "setup_s"):
             setattr(self, name, saved[name])
         self.resumes = saved["resumes"] + 1
-        self.saved_step = saved["trainer"]["step"]
         self._rows = self.directory.rows(STEPS, saved["offsets"][STEPS])
         trainer: dict[str, Any] = saved["trainer"]
         return trainer, notes
@@ -93,6 +93,7 @@ class Journal:
         """Take the rows of some steps."""
         for row in rows:
             self._open_rows.add(row)
+        self.unsaved = True
         self._open_rows.write()
 
     @property
@@ -114,6 +115,7 @@ class Journal:
         """
         row = {"step": step, "time_s": time_s, "metric": evaluation.metric}
         self.evals.append({**row, "extra": evaluation.extra} if evaluation.extra else row)
+        self.unsaved = True
         sign = 1 if self.task.higher_is_better else -1
         better = self.best is None or sign * evaluation.metric > sign * self.best["metric"]
         if better:
@@ -134,9 +136,11 @@ class Journal:
         }  # fmt: skip
         folder, disk = self.directory.checkpoints, self.directory.disk
         best = None if self.best is None else self.best["file"].removeprefix("checkpoints/")
-        snapshot.save(disk, folder / f"step-{step:08d}.pt", state, step=step, best=best)
+        # A name of its own: one that replaced another would, for a moment, not be what its manifest says.
+        path = folder / f"step-{step:08d}-{len(self.evals):04d}.pt"
+        snapshot.save(disk, path, state, step=step, best=best)
         snapshot.prune(disk, folder)
-        self.saved_step = step
+        self.unsaved = False
 
     def best_weights(self) -> tuple[Mapping[str, Any], str]:
         """The weights of the best evaluation, and the file that they come from."""

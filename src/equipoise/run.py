@@ -83,7 +83,7 @@ class _Run:
                 raise Stopped
             test = self._test()
         except Stopped:
-            if self.journal.saved_step != self.trainer.step:
+            if self.journal.unsaved:
                 self._save()
             return self._result(self.journal.put_metrics(self._facts()), finished=False)
         self.journal.put_predictions(test, f"{self.config.seed}-{_ARM}")
@@ -103,7 +103,7 @@ class _Run:
                 self._save_if_due(ahead_s=self._eval_s)
                 self._evaluate()
             if ended:
-                if self.journal.saved_step != trainer.step:
+                if self.journal.unsaved:
                     self._save()
                 return True
             self._save_if_due()
@@ -129,7 +129,7 @@ class _Run:
 
     def _save_if_due(self, ahead_s: float = 0.0) -> None:
         """Write a checkpoint when more than a run may lose would be lost in ``ahead_s`` seconds."""
-        if self.journal.saved_step == self.trainer.step:
+        if not self.journal.unsaved:
             return
         limit_s = self.config.checkpoint_every
         if limit_s is None:

@@ -1,7 +1,8 @@
 """Checkpoints: everything that a run needs to go on, saved and restored bit for bit.
 
-Enters: state dicts of tensors and plain values. Leaves: ``step-00000123.pt`` beside a manifest of
-its size and SHA-256, or the state read back. Where: between steps. Source: torch's notes on ``weights_only``.
+Enters: state dicts of tensors and plain values. Leaves: ``step-00000123-0004.pt`` (step, number of
+evaluations) beside a manifest of its size and SHA-256, or the state read back. Where: between steps. Source:
+torch's notes on ``weights_only``.
 
 The manifest gets its name first, so a ``.pt`` with its name is complete; one that doesn't match its manifest
 is damaged and passed over. Nothing is unpickled but what ``torch.load(weights_only=True)`` allows: no code.
@@ -35,8 +36,10 @@ KEEP = 2
 
 _ARRAY = "__numpy__"
 _PLAIN = (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device, type(None))
-_NAME = re.compile(r"step-\d{8,}\.pt")
-_OWN = re.compile(r"(?P<aside>\.?)(?P<stem>(step|best)-\d{8,})\.(pt|json|pt\.new|pt\.new\.part|json\.part)")
+_NAME = re.compile(r"step-\d{8,}(-\d{4,})?\.pt")
+_OWN = re.compile(
+    r"(?P<aside>\.?)(?P<stem>(step|best)-\d{8,}(-\d{4,})?)\.(pt|json|pt\.new|pt\.new\.part|json\.part)"
+)
 _BLOCK_BYTES = 1 << 20
 
 
@@ -212,7 +215,7 @@ def _check_digest(path: Path, manifest: Manifest) -> None:
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints of a run, the newest last."""
     found = [p for p in folder.glob("step-*.pt") if _NAME.fullmatch(p.name)]
-    return sorted(found, key=lambda p: int(p.stem.removeprefix("step-")))
+    return sorted(found, key=lambda p: [int(number) for number in p.stem.split("-")[1:]])
 
 
 def load_newest(disk: Disk, folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
