@@ -13,6 +13,9 @@ import torch
 
 from ..errors import FormatError, SessionError
 
+STALL_SKIPS = 20
+"""Skips in a row at the floor after which a bare scaler raises."""
+
 _SAFE = 2.0**126
 """Between 1/_SAFE and _SAFE both a scale and its reciprocal are normal FP32 numbers."""
 
@@ -40,6 +43,39 @@ class Mark:
 
 
 @dataclass(slots=True)
+class FloorWatch:
+    """Counts skips in a row at the floor: exact on the device, bounds on the host."""
+
+    least: float
+    """The scale is at least this."""
+    most: int = 0
+    """At most so many skips in a row were at the floor."""
+    skips: torch.Tensor | int = 0
+    """That number; counted from when the floor comes within reach of ``least``."""
+
+    def copy(self) -> "FloorWatch":
+        """As it is now."""
+        return FloorWatch(self.least, self.most, self.skips)
+
+    def after(self, move: "Move", scale: torch.Tensor, floor: float, backoff: float) -> int:
+        """Take a move of the scale; the skips in a row at the floor, once they are a stall, else 0."""
+        if move.skip is False:
+            self.skips = self.most = 0
+            return 0
+        if self.least > floor:
+            # the margin keeps it a lower bound though the scale is rounded to FP32
+            self.least = max(self.least * backoff * (1.0 - 2.0**-20), floor)
+            if move.skip and self.least < 1.0:
+                self.least = read(scale)
+            return 0
+        self.skips = (self.skips + 1) * ((move.found > 0) & (move.scale <= floor))
+        self.most += 1
+        if self.most >= STALL_SKIPS:
+            self.least, self.most = read(scale), int(read(self.skips))
+        return self.most if self.most >= STALL_SKIPS else 0
+
+
+@dataclass(slots=True)
 class Move:
     """One move of the scale and what it started from: later checks of the window make it again."""
 
@@ -48,7 +84,8 @@ class Move:
     """What the host knows of ``found``; None: nothing."""
     scale: torch.Tensor
     tracker: torch.Tensor
-    stall: tuple[torch.Tensor | int, float, int]
+    floor: "FloorWatch"
+    """As it was before the move."""
 
 
 @dataclass(slots=True)
@@ -81,23 +118,9 @@ def unscale_gradients(
     Returns:
         for each device that holds gradients a flag: 1 where one is not finite.
     """
-    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    sparse: list[torch.Tensor] = []
     found: dict[torch.device, torch.Tensor] = {}
     with torch.no_grad():
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                grad = param.grad
-                if grad is None:
-                    continue
-                if grad.dtype is torch.float16 and not allow_fp16:
-                    raise _fp16_gradients(param)
-                if grad.is_sparse:
-                    param.grad = _own_values(grad)
-                    sparse.append(param)
-                values = _numbers(param.grad)
-                # distributed tensors have a kernel of their own, which doesn't take plain ones in one call
-                groups.setdefault((values.device, values.dtype, type(values)), []).append(values)
+        groups, sparse = _gradients_by_kind(optimizer, allow_fp16)
         one = torch.ones_like(inv_scale) if sparse or twice else inv_scale
         for (device, _, _), grads in groups.items():
             if device not in found:
@@ -110,6 +133,47 @@ def unscale_gradients(
             summed = _numbers(param.grad)
             _check_and_multiply([summed], found[summed.device], one)
     return found
+
+
+def _gradients_by_kind(
+    optimizer: torch.optim.Optimizer, allow_fp16: bool
+) -> tuple[dict[tuple[Any, ...], list[torch.Tensor]], list[torch.Tensor]]:
+    """The numbers of all gradients by device, type and class; and the parameters whose gradient is sparse."""
+    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    sparse: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.dtype is torch.float16 and not allow_fp16:
+                raise _fp16_gradients(param)
+            if grad.is_sparse:
+                param.grad = grad = _own_values(grad)
+                sparse.append(param)
+            values = _numbers(grad)
+            # distributed tensors have a kernel of their own, which doesn't take plain ones in one call
+            key = (values.device, values.dtype, type(values))
+            if key in groups:
+                groups[key].append(values)
+            else:
+                groups[key] = [values]
+    return groups, sparse
+
+
+def check_quotients(
+    optimizer: torch.optim.Optimizer, scale: torch.Tensor, found: dict[torch.device, torch.Tensor]
+) -> None:
+    """Set ``found`` where a gradient divided by a scale below 1 overflows; the gradients stay as they are."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                values = _numbers(param.grad.detach())
+                values = values.to_local() if hasattr(values, "to_local") else values
+                largest = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float64)
+                quotient = (largest / scale.to(values.device, non_blocking=True)).float()
+                flag = found[values.device]
+                flag.copy_(torch.maximum(flag, (~torch.isfinite(quotient)).float()))
 
 
 def _numbers(grad: torch.Tensor) -> torch.Tensor:

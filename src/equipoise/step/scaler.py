@@ -26,9 +26,9 @@ once in 60 updates. ``get_scale()``: one, and that count starts anew.
 """
 
 import contextlib
-import inspect
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -38,10 +38,12 @@ from torch.amp.grad_scaler import OptState
 from ..errors import SessionError, StallError
 from ._scaling import (
     Closed,
+    FloorWatch,
     Mark,
     Move,
     any_of,
     bounds,
+    check_quotients,
     check_settings,
     default_device,
     known,
@@ -49,9 +51,6 @@ from ._scaling import (
     read,
     unscale_gradients,
 )
-
-STALL_SKIPS = 20
-"""Skips in a row at the floor after which a bare scaler raises."""
 
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -97,9 +96,7 @@ class LossScaler(GradScaler):
         self._loaded = False
         self._closed: Closed | None = None
         self._grad_scale: torch.Tensor | None = None  # what the gradients carry, where that isn't self._scale
-        self._floor_skips: torch.Tensor | int = 0  # in a row; counted once the floor is in reach
-        self._scale_least = float(init_scale)  # the host's lower bound of the scale
-        self._skips_most = 0  # the host's upper bound of _floor_skips
+        self._floor = FloorWatch(float(init_scale))
 
     @property
     def min_scale(self) -> float:
@@ -136,9 +133,6 @@ class LossScaler(GradScaler):
     @contextlib.contextmanager
     def _gradients_scale(self) -> Iterator[None]:
         """Within it torch's code sees the scale that this window's gradients carry."""
-        if self._grad_scale is None:
-            yield
-            return
         current, self._scale = self._scale, self._grad_scale
         try:
             yield
@@ -163,6 +157,9 @@ class LossScaler(GradScaler):
                 "unscale_() is being called after step(). Clip between unscale_() and step(); was update()"
                 " forgotten at the end of the last iteration?"
             )
+        if self._grad_scale is None:
+            super().unscale_(optimizer)
+            return
         with self._gradients_scale():
             super().unscale_(optimizer)
 
@@ -178,16 +175,20 @@ class LossScaler(GradScaler):
         Beyond torch's: complex gradients as real pairs; sparse ones in memory of their own and coalesced;
         plain and distributed tensors in calls of their own; products checked too under a scale below 1.
         """
-        return unscale_gradients(
-            optimizer, inv_scale, found_inf, allow_fp16=allow_fp16, twice=self._below_one()
+        check_only, below_one = allow_fp16, self._below_one()
+        found = unscale_gradients(
+            optimizer, inv_scale, found_inf, allow_fp16=allow_fp16, twice=below_one and not check_only
         )
+        if check_only and below_one:
+            check_quotients(optimizer, cast(torch.Tensor, self._scale), found)
+        return found
 
     def _below_one(self) -> bool:
         """Whether the gradients' scale may be below 1, so that unscaling makes them larger."""
         scale = self._scale if self._grad_scale is None else self._grad_scale
         if scale is not None and scale.device.type == "cpu":
             return read(scale) < 1.0
-        return self._scale_least < 1.0
+        return self._floor.least < 1.0
 
     def found_inf(self, *optimizers: torch.optim.Optimizer) -> torch.Tensor:
         """1.0 where a gradient of these optimizers is not finite, else 0.0; 0-d, on the scale's device.
@@ -268,17 +269,14 @@ class LossScaler(GradScaler):
             if any([read(flag) != 0.0 for flag in flags.values()]):
                 state.update(stage=OptState.STEPPED, skip=True)
                 return None
+        if self._grad_scale is None:
+            return super().step(optimizer, *args, **kwargs)
         with self._gradients_scale():
             return super().step(optimizer, *args, **kwargs)
 
     def _unscales_before_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True but for a fused kernel, which divides by itself; for that too where it may overflow unseen."""
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return True
-        if Mark.of(optimizer) is not None and not self._below_one():
-            return False
-        # by torch's older agreement such an optimizer calls this scaler itself
-        return "grad_scaler" not in inspect.signature(optimizer.step).parameters
+        """True but for a fused kernel with gradients, which divides them by itself."""
+        return not getattr(optimizer, "_step_supports_amp_scaling", False) or Mark.of(optimizer) is None
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -357,20 +355,26 @@ class LossScaler(GradScaler):
         skip = known(found, states)
         last = self._closed.update if self._closed is not None else None
         if last is None:
-            stall = (self._floor_skips, self._scale_least, self._skips_most)
-            move = Move(found, skip, scale.clone(), tracker.clone(), stall)
+            move = Move(found, skip, scale.clone(), tracker.clone(), self._floor.copy())
         else:
             skip = last.skip or skip if None not in (last.skip, skip) else None
-            move = Move(torch.maximum(found, last.found), skip, last.scale, last.tracker, last.stall)
+            move = Move(torch.maximum(found, last.found), skip, last.scale, last.tracker, last.floor)
             scale.copy_(last.scale)
             tracker.copy_(last.tracker)
-            self._floor_skips, self._scale_least, self._skips_most = last.stall
+            self._floor = last.floor.copy()
         self._close_window(move)
         torch._amp_update_scale_(
             scale, tracker, move.found, self._growth_factor, self._backoff_factor, self._growth_interval
         )
         scale.clamp_(self._min_scale, self._max_scale)
-        self._watch_floor(move, scale)
+        skips = self._floor.after(move, scale, self._min_scale, self._backoff_factor)
+        if skips:
+            raise StallError(
+                f"the last {skips} steps were skipped, all at the smallest allowed scale {self._min_scale:g}:"
+                " their gradients are not finite whatever the scale. Look for an inf or NaN in the loss, the"
+                " data or a layer that overflows in FP16 (keep that one in FP32); if the model really needs a"
+                " smaller scale, pass min_scale=."
+            )
 
     def _close_window(self, move: Move | None) -> None:
         """Remember who stepped and what the gradients carry, for those who come after the update."""
@@ -398,7 +402,7 @@ class LossScaler(GradScaler):
                 )
         else:
             self._check_in_bounds("new_scale", new_scale)
-            least = min(self._scale_least, float(new_scale))
+            least = min(self._floor.least, float(new_scale))
         if self._window_open and self._grad_scale is None:
             self._grad_scale = scale.clone()
         if self._closed is not None:
@@ -408,32 +412,7 @@ class LossScaler(GradScaler):
             scale.clamp_(self._min_scale, self._max_scale)
         else:
             scale.fill_(new_scale)
-        self._scale_least, self._floor_skips, self._skips_most = least, 0, 0
-
-    def _watch_floor(self, move: Move, scale: torch.Tensor) -> None:
-        """Count skips at the floor: exactly on the device, as a bound on the host, read when due."""
-        if move.skip is False:
-            self._floor_skips = self._skips_most = 0
-            return
-        if self._scale_least > self._min_scale:
-            # the margin keeps it a lower bound though the scale is rounded to FP32
-            least = self._scale_least * self._backoff_factor * (1.0 - 2.0**-20)
-            self._scale_least = max(least, self._min_scale)
-            if move.skip and self._scale_least < 1.0:
-                self._scale_least = read(scale)
-            return
-        self._floor_skips = (self._floor_skips + 1) * ((move.found > 0) & (move.scale <= self._min_scale))
-        self._skips_most += 1
-        if self._skips_most < STALL_SKIPS:
-            return
-        self._scale_least, self._skips_most = read(scale), int(read(self._floor_skips))
-        if self._skips_most >= STALL_SKIPS:
-            raise StallError(
-                f"the last {self._skips_most} steps were skipped, all at the smallest allowed scale"
-                f" {self._min_scale:g}: their gradients are not finite whatever the scale. Look for an inf"
-                " or NaN in the loss, the data or a layer that overflows in FP16 (keep that one in FP32);"
-                " if the model really needs less, pass min_scale=."
-            )
+        self._floor = FloorWatch(least)
 
     # ---- state -------------------------------------------------------------------------------------
 
@@ -441,9 +420,9 @@ class LossScaler(GradScaler):
         """The scale that the next window will use; 1.0 when disabled. One host read."""
         value = super().get_scale()
         if self._enabled and self._scale is not self._grad_scale:
-            self._scale_least = value
+            self._floor.least = value
             if value > self._min_scale:
-                self._skips_most = 0
+                self._floor.most = 0
         return value
 
     def state_dict(self) -> dict[str, Any]:
@@ -451,7 +430,7 @@ class LossScaler(GradScaler):
         state = super().state_dict()
         if self._enabled:
             state["min_scale"], state["max_scale"] = self._min_scale, self._max_scale
-            state["skips_at_floor"] = int(read(self._floor_skips))
+            state["skips_at_floor"] = int(read(self._floor.skips))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -478,8 +457,8 @@ class LossScaler(GradScaler):
         scale = min(max(scale, low), high)
         super().load_state_dict({**state_dict, "scale": scale})
         self._min_scale, self._max_scale = low, high
-        self._floor_skips = self._skips_most = int(state_dict.get("skips_at_floor", 0))
-        self._scale_least = scale
+        skips = int(state_dict.get("skips_at_floor", 0))
+        self._floor = FloorWatch(scale, skips, skips)
         self._window_open, self._closed, self._grad_scale, self._loaded = False, None, None, True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -489,9 +468,8 @@ class LossScaler(GradScaler):
                 "a LossScaler can be pickled or copied only between iterations; call update() first."
             )
         state = super().__getstate__()
-        state.update(
-            _window_open=False, _closed=None, _grad_scale=None, _floor_skips=int(read(self._floor_skips))
-        )
+        floor = replace(self._floor, skips=int(read(self._floor.skips)))
+        state.update(_window_open=False, _closed=None, _grad_scale=None, _floor=floor)
         return state
 
     def _check_in_bounds(self, name: str, value: float) -> None:

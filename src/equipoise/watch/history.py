@@ -107,8 +107,10 @@ class History:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state: the ring is empty, the count as it was."""
         if "skips_in_a_row" not in state_dict:
-            raise RunError(f"this history state has {sorted(state_dict)}; it must have 'skips_in_a_row'. Pass what"
-                           " History.state_dict() gave")  # fmt: skip
+            raise RunError(
+                f"this history state has {sorted(state_dict)}; it must have 'skips_in_a_row'. Pass what"
+                " History.state_dict() gave"
+            )
         self._ring.clear()
         self._pending.clear()
         self.skips_in_a_row = int(state_dict["skips_in_a_row"])
