@@ -100,10 +100,15 @@ def compare(task: str | TrainFunction, *, repeats: int = 3, margin: float | str 
     elif metric is not None and not isinstance(metric, str):
         raise TaskError("a task's own file holds its metrics; metric must be the name of one of them")
     folder = None if out is None else tally.new_directory(out)
-    found = _functions(task, request) if callable(task) else _tasks(task, request, folder)
-    judgement, speeds, result = found
-    if folder is not None:
-        tally.save(folder, result)
+    try:
+        found = _functions(task, request) if callable(task) else _tasks(task, request, folder)
+        judgement, speeds, result = found
+        if folder is not None:
+            tally.save(folder, result)
+    except BaseException:
+        if folder is not None:
+            tally.discard(folder)
+        raise
     return Verdict(judgement=judgement, speed=speeds["plan"], autocast_speed=speeds.get("autocast"),
                    metric_name=result["metric"]["name"], result=result,
                    out=None if folder is None else str(folder))  # fmt: skip

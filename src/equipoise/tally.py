@@ -5,8 +5,10 @@ Enters: the tracks of a race (or whole loops' times and metrics), a plan, a mach
 no torch. Source: the schema is written down in ``deliver.report``.
 """
 
+import contextlib
 import json
 import math
+import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -191,6 +193,13 @@ def new_directory(path: str | Path) -> Path:
             raise RunError(f"{str(folder)!r} is already there and not empty; choose another place with --out")
     make_directories(Disk(), folder / "predictions")
     return folder
+
+
+def discard(folder: Path) -> None:
+    """Remove what a comparison that failed has left in the directory that it made."""
+    shutil.rmtree(folder / "predictions", ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def save(folder: Path, result: Mapping[str, Any]) -> None:

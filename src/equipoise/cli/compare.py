@@ -85,6 +85,8 @@ def print_result(result: Mapping[str, Any]) -> None:
     from ..deliver import words
 
     console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 100  # a pipe has no width, and rich would take 80 for one
     if result["helped"]:
         console.print(Text(result["helped"]))
     arms = [name for name in ("fp32", "autocast", "plan") if name in result["arms"]]
