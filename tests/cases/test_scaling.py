@@ -143,7 +143,7 @@ def test_s3_a_new_scale_between_micro_batches_waits_for_the_window(name: str) ->
         if meddle:
             scaler.update(8.0)
         scaler.scale([(p * p).sum() / 4, (p * p).sum() / 4])[0].backward()
-        scaler.scale((p * p).sum() / 4 for _ in range(1)).__iter__().__next__().backward()
+        next(iter(scaler.scale((p * p).sum() / 4 for _ in range(1)))).backward()
         scaler.step(optimizer)
         scaler.update()
         results.append(p.detach().clone())
