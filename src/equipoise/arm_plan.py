@@ -16,7 +16,7 @@ from typing import Any
 from .arm_plain import describe, finite, options, seed_everything, serve, write_predictions
 from .errors import NonFiniteError
 from .policy import Plan
-from .run import Trainer
+from .trainer import Trainer
 from .tasks import resolve
 
 

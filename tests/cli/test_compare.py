@@ -80,7 +80,7 @@ def test_exit_codes() -> None:
 
 def _result(**changes: Any) -> dict[str, Any]:
     arm = {
-        "metric": {"mean": 0.91, "low": 0.9, "high": 0.92}, "samples_per_s": {"median": 1234.0},
+        "metric": {"mean": 0.91, "low": 0.9, "high": 0.92}, "samples_per_s": {"median": 1230.0},
         "time_to_metric_s": 12.0, "peak_mem_bytes": 2**30, "setup_s": 0.5,
     }  # fmt: skip
     stopped = {**arm, "metric": {"mean": None, "low": None, "high": None}, "time_to_metric_s": None}
