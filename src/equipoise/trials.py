@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from . import ranks
-from .errors import FormatError
+from .errors import FormatError, SessionError
 from .evidence import ForeignLoad
 from .plan import choose
 from .plan.cost import LayerCall, gemm_volume, measure_layers, specs_of
@@ -196,12 +196,15 @@ class Workbench:
         return {name: match.format for name, match in policy.resolve(names).items()}
 
     @property
+    def sharded(self) -> bool:
+        """Whether weights are spread over ranks."""
+        return any(type(p.data) is not torch.Tensor for p in self.root.parameters())
+
+    @property
     def raceable(self) -> str:
         """Why whole steps can't be raced; empty when they can."""
         if self.run_step is None:
             return "the first step's forward wasn't one call of the model"
-        if any(type(t) is not torch.Tensor for p in self.root.parameters() for t in [p.data]):
-            return "the weights are sharded"
         if any(unwrapped(m) is not m for m in self.root.modules()):
             return "the model is compiled, and each arm would be compiled again"
         return ""
@@ -234,9 +237,18 @@ def named_plan(root: nn.Module, policy: Policy, device: torch.device) -> Plan:
 
 def plan_session(bench: Workbench, limit_s: float | None) -> Plan:
     """Plan within ``limit_s`` seconds (None: at most 30); rank 0 plans and every rank gets its plan."""
-    if ranks.rank() != 0:
-        return ranks.agree(None)  # type: ignore[return-value]
-    return ranks.agree(_plan(bench, MAX_PLAN_S if limit_s is None else limit_s))
+    answer: Plan | Exception | None = None
+    if ranks.rank() == 0:
+        try:
+            answer = _plan(bench, MAX_PLAN_S if limit_s is None else limit_s)
+        except Exception as error:
+            if ranks.world_size() == 1:
+                raise
+            answer = error  # the others wait for it
+    answer = ranks.agree(answer)
+    if isinstance(answer, Plan):
+        return answer
+    raise answer or SessionError("rank 0 sent no plan")
 
 
 def _plan(bench: Workbench, limit_s: float) -> Plan:
@@ -257,6 +269,8 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
 
     if limit_s <= 0:
         return static("no time was given to plan")
+    if bench.sharded:
+        return static("the weights are sharded: neither a layer nor a step runs on one rank alone")
     kept: list[Choice] = []
     if half is not None:
         costs = _layer_costs(bench, half, COST_SHARE * limit_s)

@@ -1,0 +1,61 @@
+"""Two real processes on gloo: the same plan, the same skips, the same weights."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCENARIOS = [
+    "ddp:auto:none",
+    "fsdp:auto:none",
+    "ddp:bf16:2",
+    "ddp:fp16:2",
+    "fsdp:bf16:2",
+    "local:fp32:2",
+    "gan:bf16:none",
+]
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[dict]]:
+    """Scenario -> what rank 0 and rank 1 saw; all in one launch, since starting two processes costs seconds."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(HERE / "two_ranks.py"), *SCENARIOS],
+        capture_output=True, text=True, timeout=280, env=environment, check=False,
+    )  # fmt: skip
+    lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == len(SCENARIOS), done.stdout + done.stderr
+    return {name: json.loads(text) for _, name, text in lines}
+
+
+@pytest.mark.parametrize("scenario", ["ddp:auto:none", "fsdp:auto:none"])
+def test_auto_chooses_the_same_plan_on_both_ranks(results, scenario: str) -> None:
+    a, b = results[scenario]
+    assert a["plan"] is not None and a == b
+    assert not any(a["skipped"])
+
+
+@pytest.mark.parametrize("scenario", ["ddp:bf16:2", "ddp:fp16:2", "fsdp:bf16:2"])
+def test_a_fault_on_one_rank_is_skipped_by_both(results, scenario: str) -> None:
+    a, b = results[scenario]
+    assert a["skipped"] == b["skipped"] == [False, False, True, False, False, False]
+    assert a["weights"] == b["weights"] and a["scale"] == b["scale"]
+
+
+def test_ranks_skip_alike_where_nobody_reduces_gradients(results) -> None:
+    a, b = results["local:fp32:2"]
+    assert a["skipped"] == b["skipped"] == [False, False, True, False, False, False]
+    assert a["weights"] != b["weights"]  # their data differ, and so do their weights
+
+
+def test_one_loss_at_a_time_over_two_data_parallel_models(results) -> None:
+    a, b = results["gan:bf16:none"]
+    assert a["weights"] == b["weights"]

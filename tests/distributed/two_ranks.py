@@ -1,0 +1,104 @@
+"""What each of two ranks does, started under torchrun by the test beside it; rank 0 prints what both saw."""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import equipoise.trials
+from equipoise.session import Session
+from equipoise.step.scaler import LossScaler
+from recorded import machine
+
+DATA = torch.Generator().manual_seed(0)
+X, Y = torch.randn(32, 64, generator=DATA), torch.randint(0, 8, (32,), generator=DATA)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.LayerNorm(256), nn.Linear(256, 8))
+
+
+def full(parameters) -> list[torch.Tensor]:
+    return [p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach() for p in parameters]
+
+
+def digest(parameters) -> float:
+    return sum(float(p.double().abs().sum()) for p in full(parameters))
+
+
+def train(session: Session, module: nn.Module, rank: int, bad_step: int | None, steps: int = 6) -> dict:
+    skipped = []
+    for step in range(steps):
+        part = slice(rank * 16, rank * 16 + 16)
+        with session.autocast():
+            loss = F.cross_entropy(module(X[part]), Y[part])
+        if step == bad_step and rank == 1:
+            loss = loss * float("inf")
+        skipped.append(session.step(loss, max_grad_norm=1.0).skipped)
+    return {"skipped": skipped, "weights": digest(module.parameters()), "scale": session.scaler.get_scale(),
+            "plan": None if session.plan is None else str(session.plan.policy) + str(session.plan.fused_optimizer)}  # fmt: skip
+
+
+def ddp(rank: int, precision: str, bad: int | None) -> dict:
+    module = nn.parallel.DistributedDataParallel(model())
+    scaler = LossScaler("cpu", init_scale=2.0**10) if precision == "fp16" else None
+    session = Session(module, torch.optim.AdamW(module.parameters(), lr=1e-2), precision=precision, scaler=scaler,
+                      plan_time_s=3.0)  # fmt: skip
+    return train(session, module, rank, bad)
+
+
+def fsdp(rank: int, precision: str, bad: int | None) -> dict:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = model()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in module:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    session = Session(
+        module, torch.optim.AdamW(module.parameters(), lr=1e-2), precision=precision, plan_time_s=3.0
+    )
+    return train(session, module, rank, bad)
+
+
+def local(rank: int, precision: str, bad: int | None) -> dict:
+    """Gradients that nobody reduces: what ranks decide must still be alike."""
+    module = model()
+    session = Session(
+        module, torch.optim.SGD(module.parameters(), lr=1e-2), precision=precision, plan_time_s=3.0
+    )
+    return train(session, module, rank, bad)
+
+
+def gan(rank: int, precision: str, bad: int | None) -> dict:
+    """Two data-parallel models, one loss at a time; each reaches its own model only."""
+    g = nn.parallel.DistributedDataParallel(nn.Linear(4, 64))
+    d = nn.parallel.DistributedDataParallel(nn.Linear(64, 1))
+    og, od = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (g, d))
+    session = Session([g, d], [og, od], precision=precision)
+    for _ in range(3):
+        fake = g(X[rank * 16 : rank * 16 + 16, :4])
+        session.step(F.softplus(d(fake.detach())).mean(), optimizer=od)
+        session.step(F.softplus(-d(g(X[rank * 16 : rank * 16 + 16, :4]))).mean(), optimizer=og)
+    return {"weights": digest([*g.parameters(), *d.parameters()])}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    # A recorded probe: each rank would otherwise read a machine that the other loads.
+    equipoise.trials.probe = lambda **_: machine(bf16="use")
+    for asked in sys.argv[1:]:
+        scenario, precision, bad = asked.split(":")
+        result = globals()[scenario](dist.get_rank(), precision, None if bad == "none" else int(bad))
+        gathered: list = [None, None]
+        dist.all_gather_object(gathered, result)
+        if dist.get_rank() == 0:
+            print(f"RESULT {asked} " + json.dumps(gathered), flush=True)
+    dist.destroy_process_group()
