@@ -181,6 +181,28 @@ def test_incomplete_readings_prove_nothing_and_say_so(kept: str) -> None:
     assert "fp16" in note
 
 
+def test_one_thread_decides_too_when_time_ran_out_among_all_threads() -> None:
+    begun = [r for r in readings(XEON_AMX) if r["shape"] == "64x64x64"]
+    some = readings(FAST_FP16, threads=1, clock="processor") + begun
+    found = judge(some, {}, {})
+    assert {name: v.verdict for name, v in found.items()} == verdicts(FAST_FP16)
+    assert "timed on one thread" in found["fp16"].reason
+    trusted, note = trust(some, found)
+    assert trusted
+    assert note.startswith("time ran out before all threads were timed")
+
+
+def test_calls_too_short_to_tell_prove_nothing() -> None:
+    small = [
+        r for r in readings(XEON_AMX) if r["shape"] == "64x64x64"
+    ]  # bf16 looks 4x slower here, and isn't
+    found = judge(small, {}, {})
+    assert found["bf16"].reason.startswith("can't tell")
+    assert not trust(small, found)[0]
+    hopeless: Rows = {("gemm", "64x64x64"): {"fp32": (0.01,) * 3, "bf16": (0.9,) * 3}}
+    assert judge(readings(hopeless), {}, {})["bf16"].verdict == "unusable"
+
+
 def test_products_alone_decide_when_there_was_no_time_for_more() -> None:
     some = [r for r in readings(FAST_FP16) if r["op"] == "gemm"]
     found = judge(some, {}, {})
@@ -408,7 +430,8 @@ def test_fresh_ignores_and_replaces_a_good_file_when_it_may_be_believed(filed: P
     assert machine.note != "from the file"
     assert not machine.facts["from_cache"]
     kept = json.loads(filed.read_text())["note"]
-    assert kept == (machine.note if machine.trusted else "from the file")
+    believed = machine.trusted and machine.facts["decided"]
+    assert kept == (machine.note if believed else "from the file")
     assert [path.name for path in filed.parent.iterdir()] == [filed.name]
 
 

@@ -35,6 +35,8 @@ UNUSABLE_RATIO = 1 / 3
 """So much slower only happens where the format is emulated number by number."""
 SLOW_KERNEL_RATIO = 0.5
 """A kernel that takes twice as long as FP32's is named in the reason."""
+SHORTEST_S = 1e-4
+"""Where both formats are through sooner, the calls were timed and not the arithmetic: it proves nothing."""
 
 FATAL = {"inexact": "wrong results", "crashed": "crashes", "hung": "hangs"}
 """Faults that no speed makes up for."""
@@ -83,7 +85,7 @@ class _Table:
             )
 
     def ratio(self, ops: Sequence[str], name: str, directions: Sequence[str] = _DIRECTIONS) -> _Ratio | None:
-        """The format against FP32 at the largest shape where both have all ``directions``."""
+        """The format against FP32 at the largest shape with all ``directions`` in both, if that tells."""
         best: dict[str, tuple[float, float]] = {}
         works: dict[str, float] = {}
         for (op, shape), by_format in self._times_s.items():
@@ -96,7 +98,7 @@ class _Table:
         if not best:
             return None
         shape = max(works, key=lambda s: works[s])
-        return _Ratio(*best[shape], shape)
+        return _Ratio(*best[shape], shape) if max(best[shape]) >= SHORTEST_S else None
 
     def slow_kernels(self, name: str) -> list[tuple[float, str]]:
         """(ratio, name) of the operators and directions where the format falls off a cliff, worst first."""
@@ -135,7 +137,9 @@ def weigh(readings: Sequence[Reading]) -> Evidence:
     for r in quietest.values():
         by_op.setdefault((r["op"], r["threads"]), []).append(r)
     sound = {key for key, group in by_op.items() if all(_sound(r) for r in group)}
-    chosen = {op: most if (op, most) in sound else 1 for op, _ in by_op}
+    # Fewer readings of all threads than of one: time ran out among them, the large sizes are missing.
+    full = {key for key in sound if len(by_op[key]) >= len(by_op.get((key[0], 1), ()))}
+    chosen = {op: most if (op, most) in full else 1 for op, _ in by_op}
     if chosen.get("conv-nchw") != chosen.get("conv"):
         chosen.pop("conv-nchw", None)  # layouts are compared, so they have to be of equal standing
     kept = [r for key in chosen.items() if key in sound for r in by_op[key]]
@@ -242,7 +246,7 @@ def _decide(
                 "not-worth-it",
                 f"{CANT_TELL}: other processes took {evidence.foreign_share:.0%} of the processors",
             )
-        return "not-worth-it", f"{CANT_TELL}: its backward or FP32's was not measured in time"
+        return "not-worth-it", f"{CANT_TELL}: nothing large enough was measured in time, forward and backward"
     figures = [
         f"{what} {ratio}" for what, ratio in (("products", gemm), ("convolutions", conv)) if ratio is not None
     ]
@@ -273,8 +277,14 @@ def trust(readings: Sequence[Reading], verdicts: Mapping[str, FormatVerdict]) ->
     if unknown:
         return False, f"not measured in time: {', '.join(unknown)}"
     if evidence.one_thread:
-        return True, (
-            f"other processes took {evidence.foreign_share:.0%} of the processors from all threads: "
-            f"the verdicts rest on one thread's own processor time"
+        loaded = evidence.foreign_share > NOISY_SHARE
+        why = (
+            f"other processes took {evidence.foreign_share:.0%} of the processors"
+            if loaded
+            else "time ran out"
+        )
+        return (
+            True,
+            f"{why} before all threads were timed: the verdicts rest on one thread's own processor time",
         )
     return True, ""

@@ -42,7 +42,7 @@ class TimeBox:
     """The child is killed at this; the rest is left for reading its lines."""
 
 
-QUICK = TimeBox(measure_s=3.6, kill_s=4.3)
+QUICK = TimeBox(measure_s=3.5, kill_s=4.1)
 """Inside 5 s on two cores, the child's import of torch (up to 2.5 s) and the command's own start included."""
 FULL = TimeBox(measure_s=17.5, kill_s=19.0)
 """Inside 20 s."""
@@ -229,6 +229,7 @@ def assemble(
     trusted, note = trust(findings.readings, verdicts)
     facts |= {
         "quick": quick,
+        "decided": findings.decided,
         "complete": findings.done,
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_cache": False,
