@@ -119,7 +119,7 @@ def test_a_comparison_shows_its_figures(rendered):
         "1.41×",
         "668 MiB",
         "25 layers in bf16 and 15 in FP32",
-        "a look-up moves bytes and gains nothing",
+        "A look-up moves bytes and gains nothing.",
         "Unusable",
         "equipoise compare text --repeats 3",
         "accuracy of the next byte",

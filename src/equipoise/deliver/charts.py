@@ -136,7 +136,7 @@ def _frame(x: _Axis, y: _Axis, x_label: str, y_label: str) -> str:
     parts = []
     for value in y_ticks:
         at = y(value)
-        text = number(value, 2) if y.log else tick_text(value, y_ticks)
+        text = number(value, 1 if len(y_ticks) > 2 else 2) if y.log else tick_text(value, y_ticks)
         parts.append(
             f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
             f'<text class="tick" x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{text}</text>'

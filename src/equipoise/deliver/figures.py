@@ -122,23 +122,24 @@ def _run_arm(
 ) -> Figures:
     extra = metrics.get("extra")
     batch = finite(metrics.get("batch_size"))
-    readings = _rates(rows, batch)
-    given = interval(metrics.get("samples_per_s"))
+    run_s = finite(metrics.get("time_s")) or _last_time([*rows, *evals])
+    steps = _last_step(rows)
+    overall = batch * steps / run_s if batch and steps and run_s else None
     return {
         "arm": "plan",
         "label": "This run",
         "setup_s": finite(metrics.get("setup_s")),
-        "run_s": finite(metrics.get("time_s")) or _last_time([*rows, *evals]),
+        "run_s": run_s,
         "peak_mem_bytes": finite(metrics.get("peak_mem_bytes")),
         "time_to_metric_s": finite(metrics.get("time_to_metric_s")),
-        "samples_per_s": given or (interval(statistics.median(readings)) if readings else None),
-        "readings": readings,
+        "samples_per_s": interval(metrics.get("samples_per_s")) or interval(overall),
+        "readings": _rates(rows, batch),
         "extra": {str(k): finite(v) for k, v in extra.items()} if isinstance(extra, Mapping) else {},
         "speedup": None,
         "metric": {"mean": finite(metrics.get("test")), "low": None, "high": None},
         "parts": _mean_parts([r["parts"] for r in rows if isinstance(r.get("parts"), Mapping)]),
         "skipped": sum(bool(r.get("skipped")) for r in rows) if rows else None,
-        "steps": _last_step(rows),
+        "steps": steps,
         "scale": finite(rows[-1].get("scale")) if rows else None,
         "batch": batch,
     }

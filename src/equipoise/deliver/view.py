@@ -336,7 +336,9 @@ class View:
         texts = []
         for key, value in found.items():
             known = finite(value)
-            if key.endswith("_s"):
+            if key.startswith("share"):
+                texts.append(f"share {words.share(known)}")
+            elif key.endswith("_s"):
                 texts.append(f"{self._figure(key[:-2])} {words.duration(known)}")
             elif key.endswith("_ratio"):
                 texts.append(f"{self._figure(key[:-6])} {words.ratio(known)}")

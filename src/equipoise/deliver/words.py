@@ -142,6 +142,12 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def sentence(text: str) -> str:
+    """With a large first letter and a full stop, as it stands among others."""
+    text = capital(text.strip())
+    return text if not text or text[-1] in ".!?…" else f"{text}."
+
+
 def spoken(parts: list[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""
