@@ -172,6 +172,19 @@ def test_a_step_again_without_a_backward_pass_is_refused() -> None:
     assert torch.equal(p, after - 1.0)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_unscale_before_backward_is_refused_at_the_step(fused: bool) -> None:
+    p = Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([p], fused=fused)
+    scaler = LossScaler("cpu")
+    loss = scaler.scale(p.sum())
+    scaler.unscale_(optimizer)
+    loss.backward()
+    with pytest.raises(SessionError, match="before the backward pass"):
+        scaler.step(optimizer)
+    assert torch.equal(p, torch.ones(2))
+
+
 def test_an_optimizer_without_gradients_is_neither_a_step_nor_a_skip() -> None:
     p = Parameter(torch.ones(2))
     for fused in (False, True):

@@ -262,6 +262,11 @@ class LossScaler(GradScaler):
         if state["stage"] is OptState.READY and self._unscales_before_step(optimizer):
             self.unscale_(optimizer)
         if state["stage"] is OptState.UNSCALED and not state["found_inf_per_device"]:
+            if Mark.of(optimizer) is not None:
+                raise SessionError(
+                    "unscale_() came before the backward pass of this optimizer, whose gradients are still"
+                    " scaled and unchecked. Call unscale_() after the last backward pass."
+                )
             state["stage"] = OptState.STEPPED
             return cast("float | None", optimizer.step(*args, **kwargs))
         if lacks_momentum(optimizer):
