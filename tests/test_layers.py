@@ -17,7 +17,7 @@ LAYERS = {
     1: {"plan", "step", "watch"},
     2: {
         "session", "task", "trials", "run", "trainer", "journal", "rundir", "evaluation", "comparison",
-        "arms", "tally", "config",
+        "arms", "tally", "config", "notice",
     },
     3: {"adapters", "deliver", "tasks", "cli", "__main__", "arm_plain", "arm_plan"},
 }  # fmt: skip

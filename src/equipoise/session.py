@@ -19,6 +19,7 @@ from torch import nn
 
 from . import ranks
 from .errors import FormatError, NonFiniteError, PolicyError, SessionError, StallError
+from .notice import PlanNotice
 from .policy import Plan, as_policy
 from .records import ReportSink, StepParts, StepReport
 from .step import gradients
@@ -145,8 +146,8 @@ class Session:
         if plan.formats and dict(plan.formats) != formats:
             odd = sorted(set(plan.formats.items()) ^ set(formats.items()))[0]
             raise PolicyError(
-                f"the plan doesn't fit this model: layer {odd[0]!r} ({odd[1]}) is not alike in both. It was made "
-                "for another model; plan again"
+                f"the plan doesn't fit this model: layer {odd[0]!r} ({odd[1]}) is not alike in both. It was "
+                "made for another model; plan again"
             )
         self._undo_all()
         self._casts = Casts(self._root, resolved, self.device.type)
@@ -204,12 +205,16 @@ class Session:
             run_step=run_step,
             before_first_step=before_first_step,
         )
-        try:
-            plan = plan_session(bench, self._plan_time_s)
-        finally:
-            recorder.remove()
+        with PlanNotice() as notice:
+            bench.progress = notice.update
+            try:
+                plan = plan_session(bench, self._plan_time_s)
+            finally:
+                recorder.remove()
         self._apply(plan)
-        self.setup_s += time.perf_counter() - began
+        spent_s = time.perf_counter() - began
+        self.setup_s += spent_s
+        notice.say(f"planned in {spent_s:.1f} s: {plan.note}")
         return plan
 
     # -- inside a step ------------------------------------------------------------------------------------
@@ -383,13 +388,13 @@ class Session:
         step = self.step_count + 1
         if self._nonfinite == "raise":
             return NonFiniteError(
-                f"step {step}: the gradient of {where} is not finite; weights are as before. Look at the loss and "
-                "the inputs, or give this layer 'fp32' in the policy"
+                f"step {step}: the gradient of {where} is not finite; weights are as before. Look at the loss "
+                "and the inputs, or give this layer 'fp32' in the policy"
             )
         return StallError(
             f"{STALL_AFTER} steps in a row were skipped (up to step {step}): the gradient of {where} is not "
-            f"finite. Give this layer a wider format (precision='...; {where.rpartition('.')[0]}=fp32'), or look "
-            "at the data and the loss"
+            f"finite. Give this layer a wider format (precision='...; {where.rpartition('.')[0]}=fp32'), or "
+            "look at the data and the loss"
         )
 
     def _step_closure(
@@ -550,14 +555,15 @@ class Session:
     def _check_fits(self, state: dict[str, Any]) -> None:
         if state.get("version") != STATE_VERSION:
             raise SessionError(
-                f"session state of version {state.get('version')!r}; this Equipoise reads version {STATE_VERSION}"
+                f"session state of version {state.get('version')!r}; this Equipoise reads version "
+                f"{STATE_VERSION}"
             )
         own = {"optimizers": self._optimizers, "lr_schedulers": self._schedulers, "ema": self._emas}
         for what, objects in own.items():
             if len(state[what]) != len(objects):
                 raise SessionError(
-                    f"the session state holds {len(state[what])} {what}, this session has {len(objects)}; make "
-                    "the session as it was when the state was saved"
+                    f"the session state holds {len(state[what])} {what}, this session has {len(objects)}; "
+                    "make the session as it was when the state was saved"
                 )
         if set(state["registered"]) != set(self._registered):
             raise SessionError(
@@ -584,8 +590,8 @@ class Session:
             if own is optimizer or inner_optimizer(own) is inner_optimizer(optimizer):
                 return own
         raise SessionError(
-            f"step(optimizer=...) got a {type(optimizer).__name__} that this session was not made with; it has "
-            f"{', '.join(type(o).__name__ for o in self._optimizers)}"
+            f"step(optimizer=...) got a {type(optimizer).__name__} that this session was not made with; it "
+            f"has {', '.join(type(o).__name__ for o in self._optimizers)}"
         )
 
 
@@ -629,8 +635,8 @@ def _check_wide(root: nn.Module) -> None:
     for name, p in root.named_parameters():
         if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4:
             raise FormatError(
-                f"parameter {name!r} is {p.dtype}; a Session takes FP32 weights and casts them by itself. Leave "
-                "out .half() or .bfloat16() and name the format: precision='bf16'"
+                f"parameter {name!r} is {p.dtype}; a Session takes FP32 weights and casts them by itself. "
+                "Leave out .half() or .bfloat16() and name the format: precision='bf16'"
             )
 
 

@@ -189,6 +189,8 @@ class Workbench:
     """Forward and backward of one real step; None when the first step's couldn't be recorded."""
     before_first_step: bool = False
     """Whether the layers' calls must be recorded first, by running the step once in FP32."""
+    progress: Callable[[float, str], None] = lambda share, what: None
+    """Told how far planning is, between measurements."""
 
     def format_names(self, policy: Policy) -> dict[str, str]:
         """Format of every module under ``policy``."""
@@ -273,6 +275,7 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
         return static("the weights are sharded: neither a layer nor a step runs on one rank alone")
     kept: list[Choice] = []
     if half is not None:
+        bench.progress(0.0, "timing layers")
         costs = _layer_costs(bench, half, COST_SHARE * limit_s)
         kept = choose.slow_layers(costs, half)
         ratio = choose.cost_ratio(costs, half, kept)
@@ -296,7 +299,7 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
         has_convs=has_conv_weights(bench.root),
     )
     with restored(bench.root, bench.optimizers) as start:
-        race = _race(bench, arms, start, began + limit_s)
+        race = _race(bench, arms, start, began, limit_s)
     formats_of |= {a.name: layer_formats(bench.root, bench.format_names(a.policy)) for a in arms}
     plan = choose.decide(race, half, kept, formats_of, notes)
     if plan is None:
@@ -379,9 +382,9 @@ class _Runner:
 
 
 def _race(
-    bench: Workbench, arms: list[choose.Arm], start: Callable[[], None], deadline: float
+    bench: Workbench, arms: list[choose.Arm], start: Callable[[], None], began: float, limit_s: float
 ) -> choose.Race:
-    """Interleaved rounds until the deadline, or until more rounds wouldn't change the answer."""
+    """Interleaved rounds until the time is spent, or until more rounds wouldn't change the answer."""
     runners: dict[str, _Runner] = {}
     dropped: dict[str, str] = {}
     times: dict[str, list[float | None]] = {arm.name: [] for arm in arms}
@@ -396,7 +399,9 @@ def _race(
     rounds = _Rounds(times)
     running = list(runners)
     turn = 0
-    while running and turn < 2 * MAX_ROUNDS and time.perf_counter() < deadline:
+    while running and turn < 2 * MAX_ROUNDS and time.perf_counter() < began + limit_s:
+        spent = max((time.perf_counter() - began) / limit_s, rounds.kept / MAX_ROUNDS)
+        bench.progress(spent, f"racing {len(running)} ways, round {turn + 1}")
         order = running[turn % len(running) :] + running[: turn % len(running)]
         turn += 1
         rounds.add(

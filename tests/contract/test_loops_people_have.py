@@ -1,8 +1,9 @@
-"""Session's surface inside other libraries' loops, before it is frozen. Adapters are another matter: none is needed.
+"""Session's surface inside other libraries' loops, before it is frozen. Adapters are another matter: none is
+needed.
 
-What can't work yet: Lightning's automatic optimization and Hugging Face's own mixed precision scale and clip by
-themselves, so a Session works under manual optimization and inside ``training_step``; Accelerate's ``accumulate``
-is not told that a step was skipped.
+What can't work yet: Lightning's automatic optimization and Hugging Face's own mixed precision scale and clip
+by themselves, so a Session works under manual optimization and inside ``training_step``; Accelerate's
+``accumulate`` is not told that a step was skipped.
 """
 
 import warnings

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[dict]]:
-    """Scenario -> what rank 0 and rank 1 saw; all in one launch, since starting two processes costs seconds."""
+    """Scenario -> what rank 0 and rank 1 saw; all in one launch, since starting two processes costs
+    seconds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

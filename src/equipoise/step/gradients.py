@@ -112,8 +112,9 @@ def clip(parameters: Sequence[Tensor], grads: Sequence[Tensor], max_norm: float)
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """2-norm over all gradients, 0-d float32; over all shards where gradients are sharded."""
     if all(g.dtype is torch.float32 and g.layout is torch.strided for g in grads):
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = cast(Tensor, norm.full_tensor()) if hasattr(norm, "full_tensor") else norm
+        norm: Tensor = torch.nn.utils.get_total_norm(grads)
+        if hasattr(norm, "full_tensor"):
+            norm = cast(Tensor, norm.full_tensor())
         # On the CPU the answer is in host memory; elsewhere reading it would be a sync.
         if norm.device.type != "cpu" or norm.numpy() != float("inf"):
             return norm
