@@ -55,11 +55,12 @@ def compare(
             device=device, precision=precision, plan=None if plan is None else str(plan), workers=workers,
             on_event=show,
         )  # fmt: skip
+    if not json:
+        print_result(verdict.result)
     page, _ = render(Path(verdict.out or "."))
     if json:
         typer.echo(json_module.dumps(verdict.as_json(report=str(page)), allow_nan=False))
     else:
-        print_result(verdict.result)
         typer.echo(f"Report: {page}")
     if check:
         raise typer.Exit(EXIT_OF.get(verdict.verdict or "", INCONCLUSIVE))
