@@ -110,7 +110,7 @@ def test_the_page_says_what_the_json_says(rendered, name):
 def test_a_comparison_shows_its_figures(rendered):
     page, figures = rendered["full"]
     assert figures["headline"] == "1.93× faster, not worse."
-    assert figures["speedup"] == {"median": 1.93, "low": 1.88, "high": 1.97, "trusted": True}
+    assert figures["speedup"] == {"median": 1.93, "low": 1.88, "high": 1.97}
     for text in (
         "Not worse",
         "2.3172",
@@ -148,7 +148,7 @@ def test_hostile_texts_stay_text(rendered):
 
 def test_one_seed_has_no_interval_and_is_not_called_faster(rendered):
     page, figures = rendered["one_seed"]
-    assert figures["headline"] == "As fast as FP32 (1.04×); not yet proven as good."
+    assert figures["headline"] == "No clear difference in speed (1.04×); not yet proven as good."
     assert figures["metric"]["low"] is None
     assert "Plain autocast" not in page.words and "thin: each seed" not in page.words
 
@@ -247,7 +247,7 @@ def test_a_plan_that_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path):
 
 def test_untrusted_speed_is_called_so():
     made = builder.comparison(speedup={"median": 1.9, "low": 1.2, "high": 2.4, "trusted": False})
-    assert fig.of_comparison(made, None)["headline"] == "Perhaps 1.90× faster, not worse."
+    assert fig.of_comparison(made, None)["headline"] == "Not worse; speed unproven (1.90×)."
 
 
 def test_what_is_not_finite_is_null_in_the_json(tmp_path):

@@ -66,11 +66,11 @@ def test_memory_counts_in_powers_of_1024():
         ("worse", {"median": 0.8, "low": 0.7, "high": 0.9}, "Slower than FP32 (0.80×), and worse."),
         ("inconclusive", {"median": 1.2, "low": 1.1, "high": 1.3}, "1.20× faster; not yet proven as good."),
         (None, {"median": 1.2}, "1.20× faster; no verdict on quality without a margin."),
-        ("not-worse", None, "Speed not measured, not worse."),
+        ("not-worse", None, "Not worse; speed not measured."),
         (
             "not-worse",
             {"median": 1.5, "low": 1.2, "high": 2.0, "trusted": False},
-            "Perhaps 1.50× faster, not worse.",
+            "Not worse; speed unproven (1.50×).",
         ),
     ],
 )
@@ -79,7 +79,9 @@ def test_headline(verdict, speed, text):
 
 
 def test_a_speed_whose_interval_holds_one_is_not_called_faster():
-    assert words.speed_phrase({"median": 1.2, "low": 0.9, "high": 1.5}) == "As fast as FP32 (1.20×)"
+    assert (
+        words.speed_phrase({"median": 1.2, "low": 0.9, "high": 1.5}) == "No clear difference in speed (1.20×)"
+    )
 
 
 def test_the_metric_is_shown_as_finely_as_its_margin_needs():
@@ -96,6 +98,21 @@ def test_the_metric_is_shown_as_finely_as_its_margin_needs():
     sentence = words.metric_sentence(metric).replace(NBSP, " ")
     assert "Auc is 0.98710 with the plan and 0.98765 in FP32" in sentence
     assert "a difference of −0.00055 (95 % interval −0.00200 to +0.00090); higher is better." in sentence
+
+
+def test_equal_metrics_are_called_equal():
+    metric = {
+        "name": "AUC",
+        "fp32": 0.9915,
+        "plan": 0.9915,
+        "difference": 0.0,
+        "low": 0.0,
+        "high": 0.0,
+        "margin": 0.01,
+    }
+    assert words.metric_sentence(metric).startswith(
+        "AUC is 0.992 with the plan and in FP32, equal for every seed;"
+    )
 
 
 def test_layer_counts():

@@ -70,7 +70,8 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1.0, 2.0, 5.0) if len(decades) <= 3 else (1.0,)
+    span = math.log10(high / low)
+    steps = (1, 2, 5) if span < 1.3 else (1, 3) if span < 2.6 else (1,)
     return [m * 10.0**e for e in decades for m in steps if low <= m * 10.0**e <= high]
 
 
@@ -136,7 +137,11 @@ def _frame(x: _Axis, y: _Axis, x_label: str, y_label: str) -> str:
     parts = []
     for value in y_ticks:
         at = y(value)
-        text = number(value, 1 if len(y_ticks) > 2 else 2) if y.log else tick_text(value, y_ticks)
+        text = (
+            number(value, 1 if value in _log_ticks(y.low, y.high) else 2)
+            if y.log
+            else tick_text(value, y_ticks)
+        )
         parts.append(
             f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
             f'<text class="tick" x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{text}</text>'

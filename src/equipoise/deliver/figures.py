@@ -29,10 +29,6 @@ def of_comparison(data: Mapping[str, Any], price_per_hour: float | None) -> Figu
     metric = _metric(data.get("metric") or {})
     verdict = data.get("verdict")
     speedup = interval(data.get("speedup"))
-    if speedup is not None:
-        speedup["trusted"] = (
-            data["speedup"].get("trusted", True) if isinstance(data["speedup"], Mapping) else True
-        )
     arms = [_arm(name, data["arms"][name]) for name in ARMS if isinstance(data["arms"].get(name), Mapping)]
     baseline = next((a for a in arms if a["arm"] == "fp32"), None)
     for arm in arms:
@@ -156,15 +152,12 @@ def _rates(rows: Sequence[Mapping[str, Any]], batch: float | None) -> list[float
 
 def interval(value: Any) -> Figures | None:
     """{median, low, high} of a measured figure; None without a median."""
-    if isinstance(value, Mapping):
-        median = finite(value.get("median", value.get("mean")))
-        return (
-            None
-            if median is None
-            else {"median": median, "low": finite(value.get("low")), "high": finite(value.get("high"))}
-        )
-    median = finite(value)
-    return None if median is None else {"median": median, "low": None, "high": None}
+    given = value if isinstance(value, Mapping) else {"median": value}
+    median = finite(given.get("median", given.get("mean")))
+    if median is None:
+        return None
+    trust = {"trusted": bool(given["trusted"])} if "trusted" in given else {}
+    return {"median": median, "low": finite(given.get("low")), "high": finite(given.get("high")), **trust}
 
 
 def cost(setup_s: float | None, run_s: float | None, price_per_hour: float | None) -> float | None:
@@ -198,7 +191,6 @@ def _arm(name: str, arm: Mapping[str, Any]) -> Figures:
     runs = [t for t in (_run_time(seed) for seed in seeds) if t]
     metric = arm.get("metric") if isinstance(arm.get("metric"), Mapping) else {}
     steps = sum(finite(s.get("steps")) or 0 for s in slices)
-    samples = sum(finite(s.get("samples")) or 0 for s in slices)
     return {
         "arm": name,
         "label": words.ARM_LABELS[name],
@@ -214,8 +206,14 @@ def _arm(name: str, arm: Mapping[str, Any]) -> Figures:
         "skipped": _total(seeds, "skipped"),
         "steps": int(steps) or None,
         "scale": next((s for s in (finite(seed.get("scale")) for seed in seeds) if s), None),
-        "batch": samples / steps if steps else None,
+        "batch": _batch(slices),
     }
+
+
+def _batch(slices: Sequence[Mapping[str, Any]]) -> float | None:
+    """Samples of a whole batch: slices over an epoch's end hold a short one, so the fullest slice tells."""
+    pairs = [(finite(s.get("samples")), finite(s.get("steps"))) for s in slices]
+    return max((round(samples / steps) for samples, steps in pairs if samples and steps), default=None)
 
 
 def _extra(seeds: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -168,17 +168,22 @@ def speed_phrase(speedup: Mapping[str, Any] | None) -> str:
     median = (speedup or {}).get("median")
     if speedup is None or median is None:
         return "Speed not measured"
+    if not speedup.get("trusted", True):
+        return f"Speed unproven ({ratio(median)})"
     low, high = speedup.get("low"), speedup.get("high")
-    straddles = low is not None and high is not None and low < 1 < high
-    if abs(median - 1) < 0.03 or straddles:
+    if abs(median - 1) < 0.03:
         return f"As fast as FP32 ({ratio(median)})"
-    phrase = f"{ratio(median)} faster" if median > 1 else f"slower than FP32 ({ratio(median)})"
-    return capital(phrase if speedup.get("trusted", True) else f"perhaps {phrase}")
+    if low is not None and high is not None and low < 1 < high:
+        return f"No clear difference in speed ({ratio(median)})"
+    return f"{ratio(median)} faster" if median > 1 else f"Slower than FP32 ({ratio(median)})"
 
 
 def headline(verdict: str | None, speedup: Mapping[str, Any] | None) -> str:
-    """The finding in one sentence."""
+    """The finding in one sentence; where the speed proves nothing, the quality comes first."""
     speed = speed_phrase(speedup)
+    if speed.startswith("Speed"):
+        quality = {"not-worse": "Not worse", "worse": "Worse", "inconclusive": "Not yet proven as good"}
+        return f"{quality.get(verdict or '', 'No verdict without a margin')}; s{speed[1:]}."
     return {
         "not-worse": f"{speed}, not worse.",
         "worse": f"{speed}, but worse." if "faster" in speed else f"{speed}, and worse.",
@@ -186,20 +191,21 @@ def headline(verdict: str | None, speedup: Mapping[str, Any] | None) -> str:
     }.get(verdict or "", f"{speed}; no verdict on quality without a margin.")
 
 
-def metric_sentence(metric: dict[str, Any]) -> str:
+def metric_sentence(metric: Mapping[str, Any]) -> str:
     """Both values, and the difference with its interval."""
     fp32, plan = metric.get("fp32"), metric.get("plan")
     if fp32 is None or plan is None:
         return ""
     low, high, difference = (metric.get(k) for k in ("low", "high", "difference"))
-    digits = decimals_for(
-        metric.get("margin"), difference, None if low is None or high is None else high - low
-    )
-    text = (
-        f"{capital(metric['name'])} is {fixed(plan, digits)} with the plan and {fixed(fp32, digits)} in FP32"
-    )
+    width = None if low is None or high is None else high - low
+    digits = decimals_for(metric.get("margin"), difference, width)
+    name = capital(metric["name"])
+    better = f"{'higher' if metric.get('higher_is_better', True) else 'lower'} is better."
+    if difference == low == high == 0:
+        return f"{name} is {fixed(plan, digits)} with the plan and in FP32, equal for every seed; {better}"
+    text = f"{name} is {fixed(plan, digits)} with the plan and {fixed(fp32, digits)} in FP32"
     if difference is not None:
         text += f", a difference of {signed(difference, digits)}"
-    if low is not None and high is not None:
+    if width is not None:
         text += f" (95\N{NO-BREAK SPACE}% interval {signed(low, digits)} to {signed(high, digits)})"
-    return f"{text}; {'higher' if metric.get('higher_is_better', True) else 'lower'} is better."
+    return f"{text}; {better}"
