@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise.plan._measure import QUICK, Prober
+from equipoise.plan._measure import QUICK, Prober, _claims, _private_backend
 from equipoise.plan._workloads import Arithmetic, Call, Family, Size, families
 
 CPU = torch.device("cpu")
@@ -81,6 +81,25 @@ def test_a_format_without_the_kernel_is_left_out_and_named() -> None:
     assert emitted.of("fault") == [{"kind": "fault", "format": "fp16", "fault": "unsupported", "op": "work",
                                     "text": "'work' not implemented for 'Half'"}]  # fmt: skip
     assert {r["format"] for r in emitted.of("reading")} == {"fp32"}
+
+
+def test_running_out_of_memory_is_not_a_missing_kernel() -> None:
+    def build(arithmetic: Arithmetic, size: Size) -> dict[str, Call]:
+        if size[0] > 1:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        return {"forward": lambda: None}
+
+    emitted = Emitted()
+    prober(emitted, "fp32").family(family(build), 1)
+    assert [line["fault"] for line in emitted.of("fault")] == ["memory"]
+    assert len(emitted.of("reading")) == 1
+
+
+def test_the_private_names_of_torch_that_claims_are_read_from_are_there() -> None:
+    claims = _claims(CPU)
+    assert all(isinstance(claims[name], bool) for name in ("fp32", "bf16", "fp16"))
+    assert _private_backend() is None or isinstance(_private_backend(), str)
+    assert callable(torch._scaled_mm)
 
 
 def test_nothing_is_started_after_the_time_is_over() -> None:

@@ -185,9 +185,11 @@ class Prober:
             torch.accelerator.synchronize(self._device)
 
     def _give_up(self, family: Family, name: str, error: Exception) -> None:
+        """No more of this operator in this format: there is no kernel, or no memory for this size."""
         self._dead.add((family.op, name))
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        self._emit("fault", format=name, fault="unsupported", op=family.op, text=lines[0][:200])
+        fault = "memory" if isinstance(error, torch.OutOfMemoryError) else "unsupported"
+        self._emit("fault", format=name, fault=fault, op=family.op, text=lines[0][:200])
 
 
 def run(
