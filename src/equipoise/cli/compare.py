@@ -199,6 +199,7 @@ class _Bar:
 
 
 def progress() -> "_Bar | _Lines":
+    """Progress for `equipoise.comparison.compare` as it suits stderr: a bar on a terminal, else lines."""
     """What shows the events of a comparison on stderr: a bar on a terminal, plain lines elsewhere."""
     return _Bar() if sys.stderr.isatty() else _Lines()
 
