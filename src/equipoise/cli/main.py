@@ -109,8 +109,6 @@ def _root(
 
 
 for _name, _module in VERBS.items():
-    if not (__import__("pathlib").Path(__file__).parent / f"{_module}.py").exists():
-        continue
     app.command(_name)(guarded(getattr(import_module(f".{_module}", __package__), _module)))
 
 
