@@ -1,4 +1,4 @@
-"""The command line, frozen: the options of each verb and the keys of ``--json``. Users' scripts rest on it."""
+"""The command line, frozen: the options of each verb and the keys of ``--json``; users rest on it."""
 
 import json
 import subprocess
@@ -21,7 +21,8 @@ OPTIONS = {
     },
     "compare": {
         "TASK", "--repeats", "--margin", "--metric", "--alpha", "--with-autocast", "--max-steps",
-        "--max-time", "--data", "--out", "--seed", "--device", "--precision", "--plan", "--workers", "--check", "--json",
+        "--max-time", "--data", "--out", "--seed", "--device", "--precision", "--plan", "--workers",
+        "--check", "--json",
     },
     "report": {"RUNS", "--price-per-hour", "--json"},
     "init-task": {"FILE"},
