@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import differences, result_of, start, without_clocks, write_task
 
 from equipoise import run, tasks
 from equipoise.config import RunConfig
+from tiny_runs import differences, result_of, start, without_clocks, write_task
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kill -9")
 

@@ -111,5 +111,6 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         if len(a) != len(b):
             return [f"{where}: {len(a)} and {len(b)} items"]
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{where}[{i}]")]
+        pairs = enumerate(zip(a, b, strict=True))
+        return [d for i, (x, y) in pairs for d in differences(x, y, f"{where}[{i}]")]
     return [] if a == b else [f"{where}: {a!r} and {b!r}"]

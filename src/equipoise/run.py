@@ -204,7 +204,11 @@ def train(make: TaskFunction, config: RunConfig, out: Path, *, on_event: OnEvent
     trainer = Trainer(task, seed=config.seed, precision=config.precision, plan=config.plan,
                       workers=config.workers, device=config.device)  # fmt: skip
     directory = RunDirectory.create(out, disk or Disk())
-    directory.put_text(RUN, config.to_toml())
+    try:
+        directory.put_text(RUN, config.to_toml())
+    except BaseException:
+        directory.close()
+        raise
     return _carry_on(trainer, Journal(directory, task, config), on_event, stop)
 
 
