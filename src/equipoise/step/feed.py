@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -218,65 +219,79 @@ class Feed:
 
         Each call has its own workers; they live over all epochs, until the iterator is closed or dropped.
         """
+        order = partial(epoch_order, self.samples, self.seed) if self.shuffle else _as_they_are(self.samples)
+        keys = partial(_epochs, order, start_step, self.batch_size, self.steps_per_epoch)
         if self.workers == 0:
-            return map(self._fetch.__getitem__, self._keys(start_step))
-        return _from_workers(self._loader(lambda: self._keys(start_step), persistent=False))
+            return map(self._fetch.__getitem__, keys())
+        return _from_workers(_loader(self._fetch, keys, self.workers, persistent=False))
 
     def ordered(self, batch_size: int | None = None) -> "_Ordered":
         """Each sample once, in its place, for evaluation; can be gone through again (workers stay up)."""
         size = self.batch_size if batch_size is None else batch_size
         if size not in self._ordered:
-            self._ordered[size] = _Ordered(self, size)
+            self._ordered[size] = _Ordered(self._fetch, self.samples, size, self.workers)
         return self._ordered[size]
 
     def close(self) -> None:
         """End the workers that ``ordered`` keeps."""
         self._ordered.clear()
 
-    def _keys(self, start_step: int) -> Iterator[_Key]:
-        epoch, batch = divmod(start_step, self.steps_per_epoch)
-        while True:
-            order = epoch_order(self.samples, self.seed, epoch) if self.shuffle else np.arange(self.samples)
-            for at in range(batch * self.batch_size, self.steps_per_epoch * self.batch_size, self.batch_size):
-                yield _Key(epoch, order[at : at + self.batch_size])
-            epoch, batch = epoch + 1, 0
 
-    def _loader(self, keys: Callable[[], Iterator[_Key]], *, persistent: bool) -> "DataLoader[Any]":
-        return DataLoader(
-            _InWorker(self._fetch),  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=_Keys(keys),
-            num_workers=self.workers,
-            collate_fn=_unchanged,
-            worker_init_fn=_die_with_parent,
-            persistent_workers=persistent,
-            # Without a generator of its own the loader draws its base seed from the user's.
-            generator=torch.Generator().manual_seed(0),
-            # A spawned worker would import the user's script again and can't unpickle what a file.py defines.
-            multiprocessing_context="fork" if sys.platform == "linux" else None,
-        )
+def _as_they_are(n: int) -> Callable[[int], np.ndarray]:
+    return lambda epoch: np.arange(n)
+
+
+def _epochs(
+    order_of: Callable[[int], np.ndarray], start_step: int, batch_size: int, steps_per_epoch: int
+) -> Iterator[_Key]:
+    epoch, batch = divmod(start_step, steps_per_epoch)
+    while True:
+        order = order_of(epoch)
+        for at in range(batch * batch_size, steps_per_epoch * batch_size, batch_size):
+            yield _Key(epoch, order[at : at + batch_size])
+        epoch, batch = epoch + 1, 0
+
+
+def _in_order(samples: int, batch_size: int) -> Iterator[_Key]:
+    for at in range(0, samples, batch_size):
+        yield _Key(0, np.arange(at, min(at + batch_size, samples)))
 
 
 class _Ordered:
     """The samples in order, once; what `Feed.ordered` gives."""
 
-    def __init__(self, feed: Feed, batch_size: int) -> None:
+    def __init__(self, fetch: _Fetch, samples: int, batch_size: int, workers: int) -> None:
         if batch_size < 1:
             raise TaskError(f"batch_size={batch_size}: an evaluation batch needs at least 1 sample")
-        self._samples, self._size, self._fetch = feed.samples, batch_size, feed._fetch
-        self._loader = feed._loader(self._keys, persistent=True) if feed.workers else None
+        self._length = -(-samples // batch_size)
+        self._fetch, self._keys = fetch, partial(_in_order, samples, batch_size)
+        self._loader = _loader(fetch, self._keys, workers, persistent=True) if workers else None
 
     def __len__(self) -> int:
-        return -(-self._samples // self._size)
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:
         if self._loader is None:
             return map(self._fetch.__getitem__, self._keys())
         return _from_workers(self._loader)
 
-    def _keys(self) -> Iterator[_Key]:
-        for at in range(0, self._samples, self._size):
-            yield _Key(0, np.arange(at, min(at + self._size, self._samples)))
+
+def _loader(
+    fetch: _Fetch, keys: Callable[[], Iterator[_Key]], workers: int, *, persistent: bool
+) -> "DataLoader[Any]":
+    return DataLoader(
+        _InWorker(fetch),  # type: ignore[arg-type]
+        batch_size=None,
+        sampler=_Keys(keys),
+        num_workers=workers,
+        collate_fn=_unchanged,
+        worker_init_fn=_die_with_parent,
+        persistent_workers=persistent,
+        # Without a generator of its own the loader draws its base seed from the user's.
+        generator=torch.Generator().manual_seed(0),
+        # A spawned worker would import the user's script again and can't unpickle what a file.py defines.
+        multiprocessing_context="fork" if sys.platform == "linux" else None,
+    )
 
 
 def _from_workers(loader: "DataLoader[Any]") -> Iterator[Any]:
@@ -286,10 +301,16 @@ def _from_workers(loader: "DataLoader[Any]") -> Iterator[Any]:
         # A data set's own advice on worker counts is the caller's business, not a defect.
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         batches = iter(loader)
-    for batch in batches:
-        if isinstance(batch, _Failed):
-            raise batch.error
-        yield batch
+    batch = None
+    try:
+        for batch in batches:
+            if isinstance(batch, _Failed):
+                raise batch.error
+            yield batch
+    finally:
+        # The error's traceback holds this frame, and would keep the workers until the garbage is collected.
+        batch = None
+        del batches
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
