@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import builder
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from equipoise.deliver.report import render
@@ -34,9 +35,16 @@ def shoot(report: Path, out: Path) -> None:
             )
             page.goto(report.resolve().as_uri())
             page.screenshot(path=out / f"report-{name}.png", full_page=name != "phone")
+            _shrink(out / f"report-{name}.png")
             if name == "light":
                 page.screenshot(path=out / "report-top.png")
+                _shrink(out / "report-top.png")
         browser.close()
+
+
+def _shrink(picture: Path) -> None:
+    with Image.open(picture) as image:
+        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 
 if __name__ == "__main__":

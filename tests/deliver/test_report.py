@@ -1,5 +1,6 @@
 """The report of comparisons and runs: complete, escaped, loads nothing, and shows what its JSON says."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -267,6 +268,34 @@ def test_rendering_again_replaces_both_files_and_leaves_nothing_else(tmp_path):
     report.render(folder)
     assert json.loads((folder / "report.json").read_text())["task"] == "another"
     assert sorted(p.name for p in folder.iterdir()) == ["comparison.json", "report.html", "report.json"]
+
+
+def broken():
+    """Comparisons with one value replaced by what must not be there, two levels deep and in each arm."""
+    whole = builder.comparison(arms={name: builder.arm(name, seeds=1, steps=16) for name in ("fp32", "plan")})
+    places = [(k,) for k in whole] + [(k, x) for k, v in whole.items() if isinstance(v, dict) for x in v]
+    places += [("arms", "plan", k) for k in whole["arms"]["plan"]]
+    places += [("arms", "plan", "seeds", "0", k) for k in whole["arms"]["plan"]["seeds"]["0"]]
+    places += [("machine", "formats", "bf16", k) for k in whole["machine"]["formats"]["bf16"]]
+    for place in places:
+        for value in (None, "x", [], {}, -3, [None]):
+            yield place, value, whole
+
+
+def test_a_value_that_must_not_be_there_is_refused_or_left_out(tmp_path):
+    for place, value, whole in broken():
+        made = copy.deepcopy(whole)
+        inner = made
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = value
+        (tmp_path / "comparison.json").write_text(json.dumps(made))
+        try:
+            report.html_of(report.figures_of(tmp_path))
+        except RunError:
+            continue
+        except Exception as error:
+            raise AssertionError(f"{place} = {value!r}") from error
 
 
 def bad(folder, name, text):

@@ -316,9 +316,16 @@ def _step(arm: Mapping[str, Any], real: Any) -> Figures:
 def _machine(machine: Any) -> Figures | None:
     if not isinstance(machine, Mapping) or not machine:
         return None
-    kept = ("gemm_speedup", "conv_speedup", "claimed", "emulated", "verdict", "reason")
     formats = [
-        {"format": str(name)} | {k: v.get(k) for k in kept}
+        {
+            "format": str(name),
+            "verdict": str(v.get("verdict") or "not measured"),
+            "reason": str(v.get("reason") or ""),
+            "gemm_speedup": finite(v.get("gemm_speedup")),
+            "conv_speedup": finite(v.get("conv_speedup")),
+            "claimed": v.get("claimed") if isinstance(v.get("claimed"), bool) else None,
+            "emulated": v.get("emulated") is True,
+        }
         for name, v in (machine.get("formats") or {}).items()
         if isinstance(v, Mapping)
     ]
