@@ -27,7 +27,7 @@ from .journal import Journal
 from .records import Machine
 from .rundir import MACHINE, METRICS, PLAN, RUN, RunDirectory, refuse_used
 from .task import Task, TaskFunction
-from .trainer import Stopped, Trainer, never, pick_device
+from .trainer import ReadersGone, Stopped, Trainer, never, pick_device
 from .watch.files import Disk
 from .watch.snapshot import load_weights
 
@@ -108,7 +108,12 @@ class _Run:
                 return True
             self._save_if_due()
             to_evaluation = every - trainer.step % every
-            rows = trainer.advance(min(self._chunk(), to_evaluation, self.config.steps - trainer.step))
+            try:
+                rows = trainer.advance(min(self._chunk(), to_evaluation, self.config.steps - trainer.step))
+            except ReadersGone:
+                if self.stop():
+                    break  # the signal that stops this process has ended them
+                raise
             self.journal.add_rows(rows)
             self._progress(rows[-1])
         return False

@@ -34,6 +34,10 @@ class Stopped(Exception):
     """Someone asked to stop while a split was evaluated; nothing of the training has changed."""
 
 
+class ReadersGone(TaskError):
+    """A process that reads the data ended by itself; no step is half done."""
+
+
 def never() -> bool:
     """No one asks to stop."""
     return False
@@ -79,7 +83,9 @@ class Trainer:
     ) -> None:
         self.task, self.seed, self.workers = task, seed, workers
         self.device = pick_device(device)
-        task.model.to(self.device).train()
+        task.model.to(self.device)
+        if not task.model.training:
+            task.model.train()  # not always: a part that the task froze by eval() stays so
         self.session = Session(
             task.model, task.optimizer, precision=precision, plan=plan, lr_scheduler=task.lr_scheduler,
             plan_time_s=plan_time_s,
@@ -95,6 +101,7 @@ class Trainer:
         self._eval_batch = task.eval_batch_size or 4 * task.batch_size
         self._batches: Iterator[Any] | None = None
         self._source: Any = None
+        self._readers_gone: RuntimeError | None = None
         # What making the task drew doesn't decide what training draws.
         seed_everything(seed)
 
@@ -129,16 +136,17 @@ class Trainer:
         Raises:
             TaskError: a batch holds a NaN, can't be read, or needs more memory than there is.
             StallError: training stands still.
+            ReadersGone: a process that reads the data ended; when some steps were done before, these are
+                returned, and the next call raises.
         """
         task, session = self.task, self.session
-        if self._batches is None:
-            self._source = self._feed.batches(self.step)
-            self._batches = iter(session.feed(self._source))
         reports = []
         began = time.perf_counter() - self.time_s
         with self._explained():
             for _ in range(steps):
-                batch = next(self._batches)
+                batch = self._next()
+                if batch is None:
+                    break
                 with session.autocast():
                     loss = task.loss(task.model, batch)
                 report = session.step(loss, max_grad_norm=task.max_grad_norm)
@@ -146,6 +154,11 @@ class Trainer:
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
         self.time_s = time.perf_counter() - began
+        if not reports and self._readers_gone is not None:
+            raise ReadersGone(
+                f"a process that reads the data of task {self.task.name!r} ended: {self._readers_gone} Use "
+                "fewer --workers if memory is short"
+            ) from self._readers_gone
         rows = []
         for report, time_s in reports:
             self.step += 1
@@ -156,6 +169,19 @@ class Trainer:
             if row["skipped"] or (row["loss"] is not None and row["loss"] - row["loss"] != 0):
                 self._blame(self.step)
         return rows
+
+    def _next(self) -> Any:
+        """The next batch; None when the processes that read the data are gone."""
+        if self._batches is None:
+            self._source = self._feed.batches(self.step)
+            self._batches = iter(self.session.feed(self._source))
+        try:
+            return None if self._readers_gone else next(self._batches)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            self._readers_gone = error
+            return None
 
     def evaluate(self, split: str, stop: Callable[[], bool] = never) -> Evaluation:
         """Score and judge a split; weights, modes and generators are as before.

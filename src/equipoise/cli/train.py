@@ -227,6 +227,9 @@ class _Watch:
                 raise KeyboardInterrupt
             raise SystemExit(128 + number)
         self._asked = True
+        if hasattr(signal, "SIGCHLD"):
+            # torch's handler raises amid a step when the same signal ends a data worker.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._progress.say("stopping after this step, then saving; once more stops at once")
 
     def close(self) -> None:
