@@ -298,7 +298,7 @@ def _from_workers(loader: "DataLoader[Any]") -> Iterator[Any]:
     with warnings.catch_warnings():
         # Python 3.12 warns of any fork beside threads (torch's own); the workers touch none of their locks.
         warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
-        # A data set's own advice on worker counts is the caller's business, not a defect.
+        # More workers than cores are the caller's choice.
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         batches = iter(loader)
     batch = None

@@ -46,10 +46,13 @@ def task(seed: int, data: str | None) -> Task:
         MissingExtra: the pictures are files, and Pillow is not installed.
     """
     path = Path(data or "")
-    splits, classes, channels = _from_npz(path) if path.suffix == ".npz" else _from_folder(path)
+    splits, classes, (channels, *sides) = _from_npz(path) if path.suffix == ".npz" else _from_folder(path)
     train = splits["train"]
     # A byte's middle and a usual spread: a pass over all pictures would cost more than exact values bring.
-    model = seeded(seed, lambda: ResNet(channels, classes, width=_WIDTH, mean=127.5, std=64.0))
+    stride = 2 if min(sides) >= 16 else 1  # tiny pictures would shrink to one pixel
+    model = seeded(
+        seed, lambda: ResNet(channels, classes, width=_WIDTH, mean=127.5, std=64.0, stem_stride=stride)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
     batch_size = 64
     steps = max(200, min(2000, 10 * len(train) // batch_size))
@@ -118,7 +121,7 @@ def _pillow() -> Any:
     return Image
 
 
-def _from_folder(root: Path) -> tuple[_Splits, int, int]:
+def _from_folder(root: Path) -> tuple[_Splits, int, tuple[int, ...]]:
     if not root.is_dir():
         raise TaskError(
             f"task 'images': there is no folder or .npz file {root}; give one with a folder for each class"
@@ -138,7 +141,7 @@ def _from_folder(root: Path) -> tuple[_Splits, int, int]:
         if name not in found:
             found["train"], found[name] = _take(found["train"], classes)
     splits = {name: PictureFiles(files, training=name == "train") for name, files in found.items()}
-    return splits, len(classes), 3
+    return splits, len(classes), (3, SIZE, SIZE)
 
 
 def _subfolders(folder: Path) -> list[str]:
@@ -187,7 +190,7 @@ def _take(files: _Files, classes: list[str]) -> tuple[_Files, _Files]:
     return stays, taken
 
 
-def _from_npz(file: Path) -> tuple[_Splits, int, int]:
+def _from_npz(file: Path) -> tuple[_Splits, int, tuple[int, ...]]:
     try:
         with np.load(file, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in archive.files}
@@ -215,7 +218,7 @@ def _from_npz(file: Path) -> tuple[_Splits, int, int]:
     shapes = {split: tuple(data[0][0].shape) for split, data in splits.items()}
     if len({shape[0] for shape in shapes.values()}) > 1:
         raise TaskError(f"task 'images': the splits of {file} differ in colours: {shapes}")
-    return splits, classes, shapes["train"][0]
+    return splits, classes, shapes["train"]
 
 
 def _as_bytes(where: str, pictures: np.ndarray) -> Tensor:

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -67,7 +68,7 @@ class _Own:
             raise TaskError(f"task {self._text!r}: the function failed: {_told(error)}") from error
         if not isinstance(task, Task):
             raise TaskError(
-                f"task {self._text!r}: the function returned {type(task).__name__}; return equipoise.Task"
+                f"task {self._text!r}: the function returned {type(task).__name__}, not an equipoise.Task"
             )
         return check_task(task)
 
@@ -122,13 +123,9 @@ def _told(error: BaseException) -> str:
     kind, said = type(error).__name__, str(error)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{kind}: {error.msg} ({error.filename}, line {error.lineno})"
-    ours = str(Path(__file__).parent.parent)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((ours, "<frozen")) and "importlib" not in Path(frame.filename).parts
-    ]
-    mine = [frame for frame in frames if "site-packages" not in Path(frame.filename).parts] or frames
+    libraries = (str(Path(__file__).parent.parent), "<frozen", *sysconfig.get_paths().values())
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [frame for frame in frames if not frame.filename.startswith(libraries)]
     place = f" ({mine[-1].filename}, line {mine[-1].lineno})" if mine else ""
     return f"{kind}: {said}{place}" if said else f"{kind}{place}"
 

@@ -91,7 +91,8 @@ class GPT(nn.Module):
             raise TaskError(f"the model reads windows of {self.window} bytes at most; {text.shape[1]} came")
         x = self.place.weight[: text.shape[1]] + self.byte[0](text)
         for back in (1, 2):
-            x = x + F.pad(self.byte[back](text[:, :-back]), (0, 0, back, 0))
+            seen = max(text.shape[1] - back, 0)
+            x = x + F.pad(self.byte[back](text[:, :seen]), (0, 0, text.shape[1] - seen, 0))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
