@@ -112,11 +112,11 @@ def clip(parameters: Sequence[Tensor], grads: Sequence[Tensor], max_norm: float)
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """2-norm over all gradients, 0-d float32; over all shards where gradients are sharded."""
     if all(g.dtype is torch.float32 and g.layout is torch.strided for g in grads):
-        norm: Tensor = torch.nn.utils.get_total_norm(grads)
-        if hasattr(norm, "full_tensor"):
-            norm = cast(Tensor, norm.full_tensor())
+        total: Any = torch.nn.utils.get_total_norm(grads)
+        norm = cast(Tensor, total.full_tensor() if hasattr(total, "full_tensor") else total)
         # On the CPU the answer is in host memory; elsewhere reading it would be a sync.
         if norm.device.type != "cpu" or norm.numpy() != float("inf"):
             return norm
     wide = [torch.linalg.vector_norm(dense_values(g), dtype=torch.float64) for g in grads]
-    return torch.linalg.vector_norm(torch.stack([w.to(wide[0].device) for w in wide])).to(torch.float32)
+    total_hp = torch.linalg.vector_norm(torch.stack([w.to(wide[0].device) for w in wide]))
+    return cast(Tensor, total_hp.to(torch.float32))

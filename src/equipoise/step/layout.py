@@ -1,7 +1,7 @@
 """Memory format of weights, changed in place and put back.
 
-Enters: a model. Leaves: the same parameters (same objects, same values) with 4-d ones laid out NHWC. Where: before
-the first step of a plan; convolutions then pass NHWC activations on by themselves.
+Enters: a model. Leaves: the same parameters (same objects, same values) with 4-d ones laid out NHWC. Where:
+before the first step of a plan; convolutions then pass NHWC activations on by themselves.
 """
 
 import torch
@@ -20,8 +20,8 @@ def has_conv_weights(model: nn.Module) -> bool:
 class ChannelsLast:
     """4-d weights in ``channels_last``; :meth:`remove` restores each one's strides.
 
-    Gradients and optimizer state that exist already are laid out alike, since an update over two layouts is slow
-    (FP32 weight, unequal gradient layout: 4.6x on 512x512x3x3).
+    Gradients and optimizer state that exist already are laid out alike, since an update over two layouts is
+    slow (FP32 weight, unequal gradient layout: 4.6x on 512x512x3x3).
     """
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -16,6 +16,7 @@ import torch
 from .. import ranks
 from ..errors import SessionError
 from . import gradients
+from ._scaling import lacks_momentum
 from .optim import cloned_state, inner_optimizer
 from .scaler import LossScaler, NullScaler
 
@@ -86,7 +87,8 @@ class Updater:
                 continue
             inner = inner_optimizer(optimizer)
             if isinstance(skipped, torch.Tensor):
-                if getattr(inner, "_step_supports_amp_scaling", False):
+                # A fused SGD that skips its first step leaves its momentum unset: that step reads the flag.
+                if getattr(inner, "_step_supports_amp_scaling", False) and not lacks_momentum(inner):
                     inner.grad_scale, inner.found_inf = None, skipped
                     try:
                         optimizer.step()
