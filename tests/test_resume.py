@@ -93,18 +93,15 @@ def test_workers_end_with_a_killed_run_and_the_directory_is_free_at_once(tmp_pat
     os.kill(child.pid, signal.SIGKILL)
     child.communicate()
     # The workers may live a moment longer: they must not hold the directory.
-    config = RunConfig.load(out / "run.toml")
+    before = set(_children_of(os.getpid()))
     asked = []
     result = run.resume(out, tasks.resolve, stop=lambda: asked.append(1) or len(asked) > 2)
     assert not result.finished and result.step > 0
-    assert config.workers == 2
     deadline = time.monotonic() + 20
-    while any(map(_alive, workers)):
+    # Those of the killed run, and those of the one that was stopped in this process.
+    while any(map(_alive, [*workers, *set(_children_of(os.getpid())) - before])):
         assert time.monotonic() < deadline, "workers outlive their run"
         time.sleep(0.1)
-    assert _children_of(os.getpid()) == [] or not any(
-        "torch" in Path(f"/proc/{p}/cmdline").read_text() for p in _children_of(os.getpid())
-    )
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -208,7 +208,6 @@ def test_resume_with_another_model_names_the_first_difference(tmp_path):
     out = _stopped(tmp_path)
     path = out / "run.toml"
     path.write_text(path.read_text().replace("tiny.py:task", "tiny.py:wider"))
-    (out / "plan.toml").unlink()
     with pytest.raises(
         RunError, match=r"'0.weight' is \(16, 8\) in the checkpoint of step \d+ and \(17, 8\)"
     ):

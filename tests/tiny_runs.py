@@ -89,7 +89,8 @@ def result_of(run: Path) -> dict[str, Any]:
     session = state["trainer"]["session"]
     session["plan"] = session["plan"].replace('source = "named"', 'source = "pinned"')  # the same decisions
     del state["offsets"]  # the rows of steps.jsonl differ in length by the digits of their times
-    with (run / "predictions" / "0-plan.csv").open(newline="") as file:
+    (table,) = (run / "predictions").glob("*-plan.csv")
+    with table.open(newline="") as file:
         predictions = list(csv.reader(file))
     return {
         "checkpoint": without_clocks(state),

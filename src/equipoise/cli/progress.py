@@ -57,8 +57,9 @@ class Progress:
     def _on_planned(self, facts: Mapping[str, Any]) -> None:
         plan = facts["plan"]
         self._formats = layer_counts(plan.counts())
-        took = f" (planned in {duration(facts['setup_s'])})" if facts["setup_s"] else ""
-        self.say(f"{self._formats or 'no layers'}{took}{f'; {plan.note}' if plan.note else ''}")
+        # A session that plans says by itself what it found and how long that took.
+        why = f"; {plan.note}" if plan.note and not facts["setup_s"] else ""
+        self.say(f"{self._formats or 'no layers'}{why}")
         if sys.stderr.isatty():
             self._bar = _bar()
             self._task = self._bar.add_task("", total=None, facts="")

@@ -244,7 +244,7 @@ def _watched(path: Path) -> Iterator[_Watch]:
     before = {number: signal.signal(number, watch.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield watch
-    except (EquipoiseError, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt):
         watch.close()
         if (path / "checkpoints").is_dir() and any((path / "checkpoints").glob("step-*.pt")):
             _say(f"what was trained is kept; go on with: {_resume_command(path)}")
