@@ -44,7 +44,7 @@ def shoot(report: Path, out: Path) -> None:
 
 def _shrink(picture: Path) -> None:
     with Image.open(picture) as image:
-        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(picture, optimize=True)
+        image.convert("RGB").save(picture, optimize=True)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,12 @@ def test_a_value_that_is_not_finite_breaks_the_line():
     assert "nan" not in svg.lower()
 
 
+def test_without_a_mean_the_seeds_are_drawn_in_full():
+    series = [Series(arm="plan", label="Plan", points=[], faint=[[(0, 1.0), (1, 2.0)]])]
+    svg = line_chart(series, x_label="x", y_label="y", title="t", about="a")
+    assert 'class="line s-plan" d="M' in svg and 'class="m m-plan"' in svg and "faint" not in svg
+
+
 def test_nothing_to_draw_draws_nothing():
     assert lines_of([]) == "" == lines_of([(1, 2.0)]) == lines_of([(1, None), (2, None)])
     assert bar_chart([], x_label="x", title="t", about="a") == ""

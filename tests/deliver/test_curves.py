@@ -23,6 +23,11 @@ def test_a_seed_that_diverged_leaves_a_gap_in_the_mean_and_is_counted():
     assert found["non_finite"] == 1
 
 
+def test_seeds_that_share_fewer_than_two_steps_have_no_mean():
+    found = curve({"0": rows([1.0, 2.0]), "1": rows([3.0, 4.0], start=2)}, "loss")
+    assert found["mean"] == [] and len(found["seeds"]["1"]) == 2
+
+
 def test_many_steps_are_averaged_without_loss_of_level():
     found = curve({"0": rows([float(k % 2) for k in range(10_000)])}, "loss")
     assert len(found["mean"]) <= POINTS

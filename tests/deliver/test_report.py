@@ -157,7 +157,7 @@ def test_one_seed_has_no_interval_and_is_not_called_faster(rendered):
 def test_without_a_margin_there_is_an_interval_and_no_verdict(rendered):
     page, figures = rendered["no_margin"]
     assert figures["verdict"] is None
-    assert "No verdict" in page.words and "−0.0094 to +0.0056" in page.words
+    assert "No verdict" in page.words and "−0.009 to +0.006" in page.words
 
 
 def test_a_diverged_arm_leaves_gaps_and_says_so(rendered):

@@ -96,8 +96,14 @@ def test_the_metric_is_shown_as_finely_as_its_margin_needs():
         "margin": 0.01,
     }
     sentence = words.metric_sentence(metric).replace(NBSP, " ")
-    assert "Auc is 0.98710 with the plan and 0.98765 in FP32" in sentence
-    assert "a difference of −0.00055 (95 % interval −0.00200 to +0.00090); higher is better." in sentence
+    assert "Auc is 0.9871 with the plan and 0.9877 in FP32" in sentence
+    assert "a difference of −0.0006 (95 % interval −0.0020 to +0.0009); higher is better." in sentence
+
+
+def test_rounding_far_below_the_margin_does_not_add_digits():
+    assert words.decimals_for(0.047, 4.6e-8, 1e-7) == 4
+    assert words.decimals_for(None, 0.002, 0.03) == 3
+    assert words.decimals_for(None, None, 0.0) == 4
 
 
 def test_equal_metrics_are_called_equal():
@@ -111,7 +117,7 @@ def test_equal_metrics_are_called_equal():
         "margin": 0.01,
     }
     assert words.metric_sentence(metric).startswith(
-        "AUC is 0.992 with the plan and in FP32, equal for every seed;"
+        "AUC is 0.9915 with the plan and in FP32, equal for every seed;"
     )
 
 

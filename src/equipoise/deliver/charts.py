@@ -193,14 +193,19 @@ def line_chart(
             f'<path class="target" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/><text class="note" '
             f'x="{WIDTH - RIGHT}" y="{at - 6:.1f}" text-anchor="end">{escape(target[1])}</text>'
         )
-    for s in series:
-        body += [f'<path class="line faint s-{s.arm}" d="{_path(line, x, y)}"/>' for line in s.faint]
     # The dashed lines over the solid one: where arms agree, all of them stay visible.
-    for s in sorted(series, key=lambda s: _DRAWN_FIRST.get(s.arm, 0)):
+    ordered = sorted(series, key=lambda s: _DRAWN_FIRST.get(s.arm, 0))
+    for s in ordered:
+        css = "line faint" if s.points else "line"
+        body += [f'<path class="{css} s-{s.arm}" d="{_path(line, x, y)}"/>' for line in s.faint]
+    for s in ordered:
         body.append(f'<path class="line s-{s.arm}" d="{_path(s.points, x, y)}"/>')
         ends = [(px, py) for px, py in s.points if py is not None]
         shown = ends if s.markers and len(ends) <= 40 else ends[-1:]
         body += [marker(s.arm, x(px), y(py), _SIZES.get(s.arm, 3.4)) for px, py in shown]
+        if not s.points:
+            lasts = [[p for p in line if p[1] is not None][-1:] for line in s.faint]
+            body += [marker(s.arm, x(px), y(py), 3.4) for last in lasts for px, py in last if py is not None]
     body.append(f'<path class="cross" d="M0 {TOP}V{HEIGHT - BOTTOM}" visibility="hidden"/>')
     extra = f' class="lines" data-chart="{escape(_hover_data(series, x, x_label))}"'
     return _svg("".join(body), height=HEIGHT, title=title, about=about, extra=extra)

@@ -25,7 +25,8 @@ def curve(seeds: Mapping[str, Sequence[Mapping[str, Any]]], value: str) -> dict[
         seeds: seed -> rows in order of steps.
         value: key of the value in a row.
 
-    A step where one seed is not finite has no mean: leaving that seed out would flatter the rest.
+    Seeds that share fewer than two steps (a time limit cut one) have no mean, and neither has a step where one
+    seed is not finite: leaving that seed out would flatter the rest.
     """
     read = {seed: _rows(rows, value) for seed, rows in seeds.items()}
     read = {seed: rows for seed, rows in read.items() if rows}
@@ -33,6 +34,8 @@ def curve(seeds: Mapping[str, Sequence[Mapping[str, Any]]], value: str) -> dict[
         return None
     non_finite = sum(row[2] is None for rows in read.values() for row in rows)
     mean = _mean(list(read.values()))
+    if len(mean) < 2 <= max(len(rows) for rows in read.values()):
+        mean = []
     size = -(-max(len(rows) for rows in [mean, *read.values()]) // POINTS)
     return {
         "mean": _binned(mean, size),

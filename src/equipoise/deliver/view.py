@@ -183,7 +183,9 @@ class View:
         self, which: str, label: str, *, markers: bool, target: tuple[float, str] | None
     ) -> list[Markup]:
         curves = self.f["curves"][which]
-        unit, size = _time_unit([row[1] for c in curves for row in c["mean"]])
+        unit, size = _time_unit(
+            [row[1] for c in curves for rows in (c["mean"], *c["seeds"].values()) for row in rows]
+        )
         found = []
         for column, x_label, scale in ((0, "step", 1.0), (1, f"training time ({unit})", size)):
             series = [
@@ -214,7 +216,9 @@ class View:
         """What a point and a line stand for, and what is missing in them."""
         curves = self.f["curves"][which]
         seeds = max((len(c["seeds"]) for c in curves), default=0)
-        texts = [f"Bold: the mean of {seeds} seeds; thin: each seed." if seeds else ""]
+        together = f"Bold: the mean of {seeds} seeds; thin: each seed."
+        apart = "A line is a seed; their steps differ, so there is no mean."
+        texts = [(together if all(c["mean"] for c in curves) else apart) if seeds else ""]
         size = max((c["steps_a_point"] for c in curves), default=1)
         texts.append(f"A point averages {size} recorded values." if size > 1 else "")
         bad = [f"{self._label(c['arm'])}: {c['non_finite']:,}" for c in curves if c["non_finite"]]

@@ -124,12 +124,14 @@ def share(value: float | None) -> str:
     return f"{fixed(value * 100, 0 if abs(value) >= 0.0995 or value == 0 else 1)}\N{NO-BREAK SPACE}%"
 
 
-def decimals_for(*sizes: float | None) -> int:
-    """Decimals at which the smallest of ``sizes`` (margin, difference, interval) still shows two digits."""
-    real = [abs(s) for s in sizes if s is not None and s != 0]
-    if not real:
-        return 4
-    return min(6, max(2, 1 - math.floor(math.log10(min(real)))))
+def decimals_for(margin: float | None, *sizes: float | None) -> int:
+    """Decimals at which three digits of the margin show, or two of the largest of ``sizes`` without one.
+
+    A difference far below the margin is rounding: its digits would only hide the metric.
+    """
+    real = [abs(s) for s in sizes if s]
+    size = margin / 10 if margin else max(real, default=0.0)
+    return min(6, max(2, 1 - math.floor(math.log10(size)))) if size else 4
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
