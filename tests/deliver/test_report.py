@@ -261,6 +261,11 @@ def test_what_is_not_finite_is_null_in_the_json(tmp_path):
     json.loads(figures.read_text(), parse_constant=refuse)
 
 
+def test_the_same_data_give_the_same_bytes(tmp_path):
+    pages = [report.render(builder.write_comparison(tmp_path / x, builder.comparison()))[0] for x in "ab"]
+    assert pages[0].read_bytes() == pages[1].read_bytes()
+
+
 def test_rendering_again_replaces_both_files_and_leaves_nothing_else(tmp_path):
     folder = builder.write_comparison(tmp_path, builder.comparison())
     report.render(folder)

@@ -11,6 +11,7 @@ drawn across a gap.
 import itertools
 import json
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -23,7 +24,6 @@ WIDTH, HEIGHT = 480, 290
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 30, 40
 _DRAWN_FIRST = {"plan": 0, "autocast": 1, "fp32": 2}
 _SIZES = {"plan": 4.4, "autocast": 3.6, "fp32": 2.6}
-_ids = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def marker(arm: str, x: float, y: float, size: float = 4) -> str:
 
 
 def _svg(body: str, *, height: float, title: str, about: str, extra: str = "") -> str:
-    name = f"c{next(_ids)}"
+    name = f"c{zlib.crc32((title + about + body).encode()):08x}"
     return (
         f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-labelledby="{name}t {name}d"{extra}>'
         f'<title id="{name}t">{escape(title)}</title><desc id="{name}d">{escape(about)}</desc>{body}</svg>'
@@ -163,19 +163,10 @@ def _frame(x: _Axis, y: _Axis, x_label: str, y_label: str) -> str:
     return "".join(parts)
 
 
-def line_chart(
-    series: Sequence[Series],
-    *,
-    x_label: str,
-    y_label: str,
-    title: str,
-    about: str,
-    target: tuple[float, str] | None = None,
-) -> str:
+def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, title: str, about: str) -> str:
     """Lines of all arms over steps or time; ``""`` where fewer than two points can be drawn.
 
-    Logarithmic upright when positive values span more than a factor of 30. ``target`` is a level with its
-    name.
+    Logarithmic upright when positive values span more than a factor of 30.
     """
     drawn = [p for s in series for line in (s.points, *s.faint) for p in line]
     xs = [px for px, py in drawn if py is not None]
@@ -183,16 +174,9 @@ def line_chart(
     if len(ys) < 2 or max(xs) <= min(xs):
         return ""
     log = min(ys) > 0 and max(ys) / min(ys) > 30
-    levels = [*ys, target[0]] if target and not log else ys
     x = _Axis(min(0.0, *xs), max(xs), LEFT, WIDTH - RIGHT)
-    y = _Axis(*_y_range(levels, log), HEIGHT - BOTTOM, TOP, log)
+    y = _Axis(*_y_range(ys, log), HEIGHT - BOTTOM, TOP, log)
     body = [_frame(x, y, x_label, y_label)]
-    if target and y.low < target[0] < y.high:
-        at = y(target[0])
-        body.append(
-            f'<path class="target" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/><text class="note" '
-            f'x="{WIDTH - RIGHT}" y="{at - 6:.1f}" text-anchor="end">{escape(target[1])}</text>'
-        )
     # The dashed lines over the solid one: where arms agree, all of them stay visible.
     ordered = sorted(series, key=lambda s: _DRAWN_FIRST.get(s.arm, 0))
     for s in ordered:

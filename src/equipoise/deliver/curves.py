@@ -25,8 +25,8 @@ def curve(seeds: Mapping[str, Sequence[Mapping[str, Any]]], value: str) -> dict[
         seeds: seed -> rows in order of steps.
         value: key of the value in a row.
 
-    Seeds that share fewer than two steps (a time limit cut one) have no mean, and neither has a step where one
-    seed is not finite: leaving that seed out would flatter the rest.
+    Seeds that share fewer than two steps (a time limit cut one) have no mean, and neither has a step where
+    one seed is not finite: leaving that seed out would flatter the rest.
     """
     read = {seed: _rows(rows, value) for seed, rows in seeds.items()}
     read = {seed: rows for seed, rows in read.items() if rows}

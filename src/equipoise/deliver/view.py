@@ -172,16 +172,14 @@ class View:
     @property
     def loss_charts(self) -> list[Markup]:
         """Training loss over steps and over time."""
-        return self._pair("loss", "training loss", markers=False, target=None)
+        return self._pair("loss", "training loss", markers=False)
 
     @property
     def metric_charts(self) -> list[Markup]:
         """The metric on the validation data over steps and over time."""
-        return self._pair("metric", f"{self.metric_name}, validation", markers=True, target=None)
+        return self._pair("metric", f"{self.metric_name}, validation", markers=True)
 
-    def _pair(
-        self, which: str, label: str, *, markers: bool, target: tuple[float, str] | None
-    ) -> list[Markup]:
+    def _pair(self, which: str, label: str, *, markers: bool) -> list[Markup]:
         curves = self.f["curves"][which]
         unit, size = _time_unit(
             [row[1] for c in curves for rows in (c["mean"], *c["seeds"].values()) for row in rows]
@@ -205,7 +203,6 @@ class View:
                     series,
                     x_label=x_label,
                     y_label=label,
-                    target=target,
                     title=f"{label} over {over}".capitalize(),
                     about=f"Lines of {names}.",
                 )
