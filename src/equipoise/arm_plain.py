@@ -75,7 +75,7 @@ class Loader(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Any, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate or default_collate, seed
         self._whole = whole_reader(dataset) if collate is None or hasattr(dataset, "get_batch") else None
-        self._draws = self._whole is None and _draws_random_numbers(dataset)
+        self._draws = self._whole is None and (collate is not None or _draws_random_numbers(dataset))
 
     def __getitem__(self, key: Key) -> Any:
         epoch, indices = key
@@ -88,8 +88,10 @@ class Loader(Dataset[Any]):
         for index in indices.tolist():
             _seed_all(_mix(self._seed, epoch, index))
             samples.append(self._dataset[index])
+        _seed_all(_mix(self._seed, epoch, -1 - int(indices[0])))  # a collate of the user's may draw too
+        batch = self._collate(samples)
         _restore(before)
-        return self._collate(samples)
+        return batch
 
     def batches(self, keys: Iterator[Key], workers: int) -> Iterator[Any]:
         """The batches of ``keys``, read here or in worker processes."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict, namedtuple
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+from equipoise.arm_plain import Loader, order
 from equipoise.errors import TaskError
 from equipoise.step.feed import DeviceFeed, Feed, epoch_order, sample_seed, to_device
 
@@ -179,6 +181,106 @@ def test_a_tensor_data_sets_own_getitem_is_not_passed_over() -> None:
 def test_a_collate_of_the_users_makes_the_batch(workers: int) -> None:
     feed = Feed(numbers(4), batch_size=2, seed=0, collate=lambda s: ("mine", len(s)), workers=workers)
     assert list(feed.ordered()) == [("mine", 2), ("mine", 2)]
+
+
+def test_what_a_collate_draws_is_the_batchs_own() -> None:
+    def mixed(samples: list[Any]) -> Any:
+        return torch.rand(2), random.random()
+
+    options: dict[str, Any] = {"batch_size": 3, "seed": 4, "collate": mixed}
+    alone, shared = Feed(Noisy(), **options), Feed(Noisy(), workers=2, **options)
+    random.seed(1)
+    torch.manual_seed(1)
+    expected = list(islice(alone.batches(), 9))
+    assert len({draw for _, draw in expected}) == 9
+    for found in (islice(alone.batches(4), 5), islice(shared.batches(4), 5)):
+        assert all(torch.equal(a, x) and b == y for (a, b), (x, y) in zip(found, expected[4:], strict=True))
+
+
+class Drawing(Dataset[float]):
+    """Every sample draws from one of the generators; sample 0 alone does not."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.draw()) if index else 0.0
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        random.random,
+        random.gauss,
+        np.random.rand,
+        np.random.randn,
+        lambda: torch.rand(()),
+        lambda: np.random.randint(2**60),
+    ],
+)
+def test_each_generator_is_watched_and_put_back(draw: Callable[[], Any]) -> None:
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(3)
+    before = {float(draw()) for _ in range(4)}
+    state = random.getstate(), repr(np.random.get_state()), torch.get_rng_state()
+    feed = Feed(Drawing(draw), batch_size=1, seed=0, shuffle=False)
+    first = [batch.item() for batch in islice(feed.batches(), 5)]
+    assert first == [batch.item() for batch in Feed(Drawing(draw), batch_size=1, seed=0).ordered()]
+    assert random.getstate() == state[0]
+    assert repr(np.random.get_state()) == state[1]
+    assert torch.equal(torch.get_rng_state(), state[2])
+    assert not set(first) & before
+
+
+def test_another_kind_of_numpy_generator_does_no_harm() -> None:
+    users = np.random.mtrand.get_bit_generator()
+    try:
+        np.random.mtrand.set_bit_generator(np.random.PCG64(1))
+        feed = Feed(Drawing(lambda: 2), batch_size=2, seed=0)
+        assert [batch.tolist() for batch in feed.ordered()] == [[0, 2], [2, 2], [2]]
+    finally:
+        np.random.mtrand.set_bit_generator(users)
+
+
+class Seldom(Dataset[float]):
+    """One sample in twenty draws."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> float:
+        return random.random() if index == 13 else float(index)
+
+
+def test_a_sample_that_seldom_draws_is_found_out() -> None:
+    def drawn(batches: Any) -> dict[int, float]:
+        """Step -> what sample 13 drew in it."""
+        values = {
+            step: set(batch.tolist()) - set(map(float, range(20))) for step, batch in enumerate(batches)
+        }
+        return {step: found.pop() for step, found in values.items() if found}
+
+    random.seed(0)
+    whole = drawn(islice(Feed(Seldom(), batch_size=3, seed=0).batches(), 28))
+    assert len(whole) == len(set(whole.values())) == 4
+    before = random.getstate()
+    for step, value in whole.items():
+        random.setstate(before)
+        assert drawn(islice(Feed(Seldom(), batch_size=3, seed=0).batches(step), 1)) == {0: value}
+        assert random.getstate() == before
+
+
+@pytest.mark.parametrize("dataset", [Noisy(), numbers(), Subset(numbers(), [4, 2, 7])])
+@pytest.mark.parametrize("collate", [None, lambda samples: [torch.rand(3), torch.tensor(len(samples))]])
+def test_the_hand_written_arms_read_the_same_batches(dataset: Any, collate: Any) -> None:
+    ours = Feed(dataset, batch_size=4, seed=9, collate=collate)
+    theirs = Loader(dataset, collate, 9)
+    assert same(
+        list(islice(ours.batches(), 7)), [theirs[key] for key in islice(order(len(dataset), 4, 9), 7)]
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
