@@ -85,6 +85,16 @@ class _File:
 class _Folder:
     names: dict[str, "_File | _Folder"] = field(default_factory=dict)
     synced: dict[str, "_File | _Folder"] = field(default_factory=dict)
+    newest: dict[str, "_File | _Folder"] = field(default_factory=dict)
+    """What was synced, and the last change alone: a disk may write names in any order."""
+
+    def change(self, gone: str | None, name: str | None, node: "_File | _Folder | None") -> None:
+        self.newest = dict(self.synced)
+        for names in (self.names, self.newest):
+            if gone is not None:
+                names.pop(gone, None)
+            if name is not None:
+                names[name] = node
 
 
 class Model:
@@ -102,9 +112,9 @@ class Model:
     def apply(self, what: str, path: str, *more) -> None:
         folder, name = self._at(str(Path(path).parent)), Path(path).name
         if what == "mkdir":
-            folder.names[name] = _Folder()
+            folder.change(None, name, _Folder())
         elif what == "create":
-            folder.names[name] = _File()
+            folder.change(None, name, _File())
         elif what == "write":
             folder.names[name].data += more[0]
         elif what == "cut":
@@ -113,11 +123,12 @@ class Model:
             folder.names[name].synced = folder.names[name].data
         elif what == "syncdir":
             node = self._at(path)
-            node.synced = dict(node.names)
+            node.synced, node.newest = dict(node.names), dict(node.names)
         elif what == "rename":
-            self._at(str(Path(more[0]).parent)).names[Path(more[0]).name] = folder.names.pop(name)
+            assert Path(more[0]).parent == Path(path).parent
+            folder.change(name, Path(more[0]).name, folder.names[name])
         elif what == "remove":
-            del folder.names[name]
+            folder.change(name, None, None)
 
     def left(self, names: str, content: Callable[[_File], bytes]) -> dict[str, bytes | None]:
         """Path -> content of what is left (None for a directory)."""
@@ -144,6 +155,7 @@ def _half(file: _File) -> bytes:
 LOSSES = {
     "kill: all is left": ("names", lambda f: f.data),
     "all that was not synced is gone": ("synced", lambda f: f.synced),
+    "of the names that were not synced only the last is left": ("newest", lambda f: f.synced),
     "names are left, data that were not synced are gone": ("names", lambda f: f.synced),
     "names are left, half of the data": ("names", _half),
 }

@@ -91,7 +91,8 @@ def test_workers_end_with_a_killed_run_and_the_directory_is_free_at_once(tmp_pat
     workers = _children_of(child.pid)
     assert len(workers) == 2
     os.kill(child.pid, signal.SIGKILL)
-    child.communicate()
+    child.wait()
+    assert any(map(_alive, workers))
     # The workers may live a moment longer: they must not hold the directory.
     before = set(_children_of(os.getpid()))
     asked = []
@@ -102,6 +103,7 @@ def test_workers_end_with_a_killed_run_and_the_directory_is_free_at_once(tmp_pat
     while any(map(_alive, [*workers, *set(_children_of(os.getpid())) - before])):
         assert time.monotonic() < deadline, "workers outlive their run"
         time.sleep(0.1)
+    child.communicate()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import pickle
+import random
 import shutil
 import tomllib
 
@@ -336,7 +337,12 @@ def test_first_nonfinite_looks_everywhere():
 def test_evaluation_disturbs_nothing():
     frozen = nn.BatchNorm1d(4).eval()
     model = nn.Sequential(frozen, nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-    trainer = Trainer(_task(model=model), seed=0, precision="fp32")
+
+    def predict(model, batch):
+        assert not any(m.training for m in model.modules())
+        return model(batch[0]) + torch.rand(2) + float(np.random.rand()) + random.random()
+
+    trainer = Trainer(_task(model=model, predict=predict), seed=0, precision="fp32")
     trainer.advance(1)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     generators = snapshot.pack(snapshot.rng_state())
