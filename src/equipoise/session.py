@@ -388,8 +388,8 @@ class Session:
         step = self.step_count + 1
         if self._nonfinite == "raise":
             return NonFiniteError(
-                f"step {step}: the gradient of {where} is not finite; weights are as before. Look at the loss "
-                "and the inputs, or give this layer 'fp32' in the policy"
+                f"step {step}: the gradient of {where} is not finite; weights are as before. Look at the "
+                "loss and the inputs, or give this layer 'fp32' in the policy"
             )
         return StallError(
             f"{STALL_AFTER} steps in a row were skipped (up to step {step}): the gradient of {where} is not "
