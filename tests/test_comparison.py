@@ -489,12 +489,13 @@ def _plan(formats: dict[str, str], source: str = "auto") -> Plan:
 def test_where_no_format_pays_it_is_said_what_helped_and_by_how_much() -> None:
     parts = {"forward_s": 0.5, "backward_s": 0.4, "optimizer_s": 0.0, "machinery_s": 0.0}
     made = {"fp32": {"parts": {"data_s": 0.1, **parts}}, "plan": {"parts": {"data_s": 0.0, **parts}}}
-    speed = paired_ratio([1.4], [1.0])
+    speed = {"plan": paired_ratio([1.4], [1.0])}
     said = tally.helped(_plan({"a": "fp32"}), made, speed)
     assert "channels_last layout (1.25x), feed (1.11x); 1.40x in all" in said
     assert tally.helped(_plan({"a": "fp32", "b": "bf16"}), made, speed) == ""
     assert tally.helped(_plan({"a": "fp32"}, source="named"), made, speed) == ""
     assert tally.helped(None, made, speed) == ""
+    assert tally.helped(_plan({"a": "fp32"}), made, {**speed, "autocast": paired_ratio([1.9], [1.0])}) == ""
 
 
 def test_the_warm_up_does_not_count() -> None:

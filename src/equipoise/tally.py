@@ -25,6 +25,8 @@ from .watch.files import Disk, explained, make_directories, put
 
 SCHEMA = 1
 """Version of ``comparison.json``."""
+WORTH_SAYING = 1.01
+"""A gain below 1 % is within what a race can tell."""
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "machinery_s")
 
 
@@ -106,17 +108,20 @@ def time_to(track: Track, target: float | None, higher_is_better: bool) -> float
     return None
 
 
-def helped(plan: Plan | None, arms: Mapping[str, Any], speed: Ratio) -> str:
+def helped(plan: Plan | None, arms: Mapping[str, Any], speeds: Mapping[str, Ratio]) -> str:
     """What made the plan faster where no narrow format pays; empty where one does, or nothing was planned."""
     if plan is None or plan.source != "auto" or set(plan.formats.values()) != {"fp32"}:
         return ""
+    speed = speeds["plan"]
+    if "autocast" in speeds and speeds["autocast"].median > speed.median:
+        return ""  # the plan says that no format pays, and this comparison has just found one that does
     gains = []
     for choice in plan.choices:
-        share = choice.evidence.get("time_ratio")
-        if choice.what in ("memory_format", "optimizer"):
+        share = choice.evidence.get("time_ratio", 1.0)
+        if choice.what in ("memory_format", "optimizer") and share < 1 / WORTH_SAYING:
             name = f"{choice.choice} {choice.what.replace('memory_format', 'layout')}"
-            gains.append(name + (f" ({1 / share:.2f}x)" if share else ""))
-    if (feed := _feed_gain(arms)) > 1.01:
+            gains.append(f"{name} ({1 / share:.2f}x)")
+    if (feed := _feed_gain(arms)) > WORTH_SAYING:
         gains.append(f"feed ({feed:.2f}x)")
     begin = "No narrow format pays on this machine for this model."
     if not gains:
@@ -165,9 +170,18 @@ def result_of(*, task: str, about: str, metric: Mapping[str, Any], judgement: Ju
         "machine": machine,
         "versions": versions(),
         "repeat": repeat,
-        "helped": helped(plan, arms, speeds["plan"]),
-        "notes": [*notes, *trust],
+        "helped": helped(plan, arms, speeds),
+        "notes": [*notes, *trust, *_beaten(speeds)],
     }  # fmt: skip
+
+
+def _beaten(speeds: Mapping[str, Ratio]) -> list[str]:
+    """Says so when the plan lost to plain autocast by more than the noise of both."""
+    autocast, plan = speeds.get("autocast"), speeds["plan"]
+    if autocast is None or not (autocast.trusted and plan.trusted) or autocast.low <= plan.high:
+        return []
+    return [f"Plain autocast was faster than the plan: {autocast.median:.2f}x FP32's speed, the plan "
+            f"{plan.median:.2f}x."]  # fmt: skip
 
 
 def versions() -> dict[str, str]:
