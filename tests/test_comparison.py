@@ -379,7 +379,7 @@ class Scripted:
 
     def __init__(self, name: str, step_s: float, log: list[tuple[str, int]]) -> None:
         self.name, self.step_s, self.log, self.pid, self.closed = name, step_s, log, os.getpid(), False
-        self.peak_mem_bytes = 1000
+        self.peak_mem_bytes, self.slow_until = 1000, 0
 
     def answer(self) -> dict[str, Any]:
         return {}
@@ -392,7 +392,9 @@ class Scripted:
         if do == "evaluate":
             return {"metric": 0.9, "extra": {"f1": 0.5}}
         self.log.append((self.name, arguments["steps"]))
-        return {"time_s": self.step_s * arguments["steps"], "losses": [], "parts": None}
+        self.slow_until -= 1
+        step_s = self.step_s * (10 if self.slow_until >= 0 else 1)
+        return {"time_s": step_s * arguments["steps"], "losses": [], "parts": None}
 
     def close(self) -> None:
         self.closed = True
@@ -428,6 +430,18 @@ def test_a_time_limit_shortens_all_arms_alike_and_says_so() -> None:
         assert sum(steps for arm, steps in log if arm == name) == 2 * 100
     assert "from 400 to 100 steps" in race.notes[0]
     assert [row["step"] for row in race.tracks["fp32"][1].evals] == [25, 50, 75, 100]
+
+
+def test_a_disturbed_beginning_does_not_shorten_the_whole_run() -> None:
+    race, log = _race(max_time_s=20.0)
+    for child in race.children.values():
+        scripted: Any = child
+        scripted.slow_until = 6  # ten times slower in its first slices
+    race.run([0])
+    steps = sum(count for arm, count in log if arm == "fp32")
+    # By the first slices 20 s would be 20 steps; the disturbed ones took at most half of the time.
+    assert steps > 100
+    assert race.tracks["fp32"][0].time_s == pytest.approx(20.0, abs=2.0)
 
 
 def test_a_hopeless_autocast_arm_is_stopped_and_its_ratio_kept() -> None:

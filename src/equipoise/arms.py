@@ -169,6 +169,8 @@ class Race:
     notes: list[str] = field(default_factory=list)
     task: dict[str, Any] = field(default_factory=dict)
     """What the first arm said of the task."""
+    _asked: int | None = None
+    """``steps`` before a time limit shortened them."""
 
     peaks: dict[str, int | None] = field(default_factory=dict)
     """Arm -> the most memory it held, bytes."""
@@ -181,6 +183,8 @@ class Race:
         for number, seed in enumerate(seeds):
             self._set_up(seed, number, len(seeds))
             self._train(seed, number, len(seeds))
+            if number == 0:
+                self._note_limit()
             for name, child in self.children.items():
                 path = None if self.save is None else str(self.save / f"{seed}-{name}.csv")
                 found = child.ask("evaluate", split="test", save=path)
@@ -208,7 +212,7 @@ class Race:
             )
         self.task = task
         self.metric = self.metric or own
-        self.steps = self.steps or int(task["steps"])
+        self._asked = self.steps = self.steps or int(task["steps"])
 
     def _chosen(self, found: Mapping[str, Any]) -> float | None:
         value = found["metric"] if self.metric == self.task["metric_name"] else found["extra"][self.metric]
@@ -285,20 +289,24 @@ class Race:
         return -(-left // max(1, round(left / wanted)))
 
     def _length(self, seed: int, number: int) -> int:
-        """Steps of a seed; settled early in the first one, when a time limit has to be turned into steps."""
+        """Steps of a seed. A time limit becomes steps while the first seed runs; the others follow it."""
         steps = self.steps or 1
-        if self.max_time_s is None or number > 0 or len(self.tracks["fp32"].get(seed, Track()).slices) < 5:
+        rounds = self.tracks["fp32"][seed].slices
+        # The first slices are short: too few steps to go by.
+        if self.max_time_s is None or number > 0 or len(rounds) < 5:
             return steps
-        slowest_s = max(self._step_s(name, seed) for name in self.children if name != "autocast")
-        done = sum(row["steps"] for row in self.tracks["fp32"][seed].slices)
-        self.steps = max(done, min(steps, int(self.max_time_s / slowest_s)))
-        if self.steps < steps:
-            self.notes.append(
-                f"The time limit of {self.max_time_s:g} s an arm shortened each run from {steps} to "
-                f"{self.steps} steps; a learning-rate schedule made for {steps} stops early."
-            )
-        self.max_time_s = None
+        judged = [name for name in self.children if name != "autocast"]
+        left_s = self.max_time_s - max(self.tracks[name][seed].time_s for name in judged)
+        more = round(left_s / max(self._step_s(name, seed) for name in judged))
+        self.steps = min(int(self._asked or steps), sum(row["steps"] for row in rounds) + max(0, more))
         return self.steps
+
+    def _note_limit(self) -> None:
+        if self.steps != self._asked:
+            self.notes.append(
+                f"The time limit of {self.max_time_s:g} s an arm shortened each run from {self._asked} to "
+                f"{self.steps} steps; a learning-rate schedule made for {self._asked} stops early."
+            )
 
     def _stop_hopeless(self, seed: int, number: int, step: int) -> None:
         if "autocast" not in self.children or number > 0:
