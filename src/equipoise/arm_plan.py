@@ -16,8 +16,8 @@ from typing import Any
 from .arm_plain import describe, finite, options, seed_everything, serve, write_predictions
 from .errors import NonFiniteError
 from .policy import Plan
-from .trainer import Trainer
 from .tasks import resolve
+from .trainer import Trainer
 
 
 class PlanArm:
