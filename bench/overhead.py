@@ -55,8 +55,11 @@ def resnet18() -> nn.Module:
 
 def gpt() -> nn.Module:
     layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, "gelu", batch_first=True, norm_first=True)
-    return nn.Sequential(nn.Embedding(256, 256), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
-                         nn.Linear(256, 256))  # fmt: skip
+    return nn.Sequential(
+        nn.Embedding(256, 256),
+        nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
+        nn.Linear(256, 256),
+    )
 
 
 def mlp() -> nn.Module:
@@ -119,8 +122,9 @@ def loops(case: str) -> tuple[Callable[[int], float], Callable[[int], float]]:
         return (time.perf_counter() - began) / steps
 
     ours_model, ours_opt, ours_schedule = setup()
-    session = Session(ours_model, ours_opt, plan=Plan(policy=Policy(fmt)), lr_scheduler=ours_schedule,
-                      report_every=50)  # fmt: skip
+    session = Session(
+        ours_model, ours_opt, plan=Plan(policy=Policy(fmt)), lr_scheduler=ours_schedule, report_every=50
+    )
 
     def ours(steps: int) -> float:
         began = time.perf_counter()
@@ -155,9 +159,17 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
         return {"case": case, "proves_nothing": f"{voided} rounds disturbed by foreign load"}
     low, high = bootstrap_median(extra)
     hand = statistics.median(base)
-    return {"case": case, "by_hand_us": hand * 1e6, "added_us": statistics.median(extra) * 1e6, "low_us": low * 1e6,
-            "high_us": high * 1e6, "added_share": statistics.median(extra) / hand, "high_share": high / hand,
-            "rounds": len(base), "voided": voided}  # fmt: skip
+    return {
+        "case": case,
+        "by_hand_us": hand * 1e6,
+        "added_us": statistics.median(extra) * 1e6,
+        "low_us": low * 1e6,
+        "high_us": high * 1e6,
+        "added_share": statistics.median(extra) / hand,
+        "high_share": high / hand,
+        "rounds": len(base),
+        "voided": voided,
+    }
 
 
 def cpu_name() -> str:
@@ -178,17 +190,27 @@ def main() -> None:
     options = parser.parse_args()
     results = [measure(case, options.rounds) for case in options.only or CASES]
     if options.json:
-        print(json.dumps({"cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-                          "results": results}))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "cpu": cpu_name(),
+                    "threads": torch.get_num_threads(),
+                    "torch": torch.__version__,
+                    "results": results,
+                }
+            )
+        )
         return
     print(f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for r in results:
         if "proves_nothing" in r:
             print(f"{r['case']:14s} proves nothing: {r['proves_nothing']}")
             continue
-        print(f"{r['case']:14s} by hand {r['by_hand_us']:10.1f} us, ours {r['added_us']:+8.1f} us "
-              f"({r['low_us']:+.1f} to {r['high_us']:+.1f}), {r['added_share']:+.2%} (up to {r['high_share']:+.2%}), "
-              f"{r['rounds']} rounds, {r['voided']} void")  # fmt: skip
+        print(
+            f"{r['case']:14s} by hand {r['by_hand_us']:10.1f} us, ours {r['added_us']:+8.1f} us "
+            f"({r['low_us']:+.1f} to {r['high_us']:+.1f}), {r['added_share']:+.2%} (up to {r['high_share']:+.2%}), "
+            f"{r['rounds']} rounds, {r['voided']} void"
+        )
 
 
 if __name__ == "__main__":

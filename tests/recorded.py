@@ -10,8 +10,17 @@ def machine(**verdicts: str) -> Machine:
         verdict = verdicts.get(name, "use" if name == "fp32" else "not-worth-it")
         formats[name] = FormatVerdict(format=name, verdict=verdict, reason="a recorded reading", claimed=True)
     readings = [
-        {"op": "gemm", "shape": "256x256x256", "direction": "forward", "format": f, "threads": 2, "median_s": s,
-         "low_s": s, "high_s": s, "rounds": 5}
+        {
+            "op": "gemm",
+            "shape": "256x256x256",
+            "direction": "forward",
+            "format": f,
+            "threads": 2,
+            "median_s": s,
+            "low_s": s,
+            "high_s": s,
+            "rounds": 5,
+        }
         for f, s in (("fp32", 2e-4), ("bf16", 5e-5))
-    ]  # fmt: skip
+    ]
     return Machine(fingerprint="recorded", device="cpu", name="recorded", formats=formats, readings=readings)

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from recorded import machine
 
 ROOT = Path(__file__).parent.parent

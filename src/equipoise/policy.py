@@ -234,6 +234,7 @@ class Plan:
                     f"unknown key {key!r} in the plan; allowed: {', '.join(known)}"
                     + (f"; did you mean {near[0]!r}?" if near else "")
                 )
+        _check_types(data)
         try:
             choices = tuple(Choice(**c) for c in data.pop("choices", ()))
             return cls(policy=Policy.parse(data.pop("policy", "fp32")), choices=choices, **data)
@@ -296,6 +297,20 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.explain())}</pre>"
+
+
+_TOML_TYPES = {
+    "policy": str, "formats": dict, "memory_format": str, "fused_optimizer": bool, "choices": list,
+    "source": str, "note": str,
+}  # fmt: skip
+
+
+def _check_types(data: Mapping[str, Any]) -> None:
+    for key, value in data.items():
+        if not isinstance(value, _TOML_TYPES[key]):
+            raise PolicyError(
+                f"the plan can't be read: {key} is {value!r}; it must be a {_TOML_TYPES[key].__name__}"
+            )
 
 
 def as_policy(precision: Any) -> Policy:

@@ -158,9 +158,9 @@ class Session:
         if plan.fused_optimizer:
             self._undo.extend(Fused(o).remove for o in self._optimizers if can_fuse(o))
         if not self._casts.needs_loss_scale:
-            self._updater.scaler = NullScaler()
+            self._updater.use(NullScaler())
         elif not self.scaler.is_enabled():
-            self._updater.scaler = self._user_scaler or LossScaler(self.device.type)
+            self._updater.use(self._user_scaler or LossScaler(self.device.type))
         self.plan = plan
 
     def _undo_all(self) -> None:
@@ -310,7 +310,8 @@ class Session:
         """
         sampled = self._sampled
         began = time.perf_counter() if sampled else 0.0
-        self._refuse_closed()
+        if self._closed:
+            self._refuse_closed()
         chosen = self._optimizers if optimizer is None else [self._known(optimizer)]
         if closure is not None:
             return self._step_closure(closure, chosen, loss, max_grad_norm)

@@ -29,6 +29,9 @@ from .session import Session
 from .step.feed import Feed, epoch_order
 from .task import Task
 
+SAMPLED_STEPS = 20
+"""At least this many steps of a task's default run say where their time went."""
+
 
 class Stopped(Exception):
     """Someone asked to stop while a split was evaluated; nothing of the training has changed."""
@@ -88,7 +91,7 @@ class Trainer:
             task.model.train()  # not always: a part that the task froze by eval() stays so
         self.session = Session(
             task.model, task.optimizer, precision=precision, plan=plan, lr_scheduler=task.lr_scheduler,
-            plan_time_s=plan_time_s,
+            plan_time_s=plan_time_s, report_every=max(1, min(50, task.steps // SAMPLED_STEPS)),
         )  # fmt: skip
         self.step = 0
         """Batches trained on, skipped ones too."""

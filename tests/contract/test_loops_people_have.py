@@ -74,8 +74,14 @@ def test_lightning_module_with_manual_optimization(tmp_path: Path) -> None:
             self.session.step(loss)
 
     module = Module()
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-                                enable_progress_bar=False, default_root_dir=tmp_path)  # fmt: skip
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
     trainer.fit(module, DataLoader(TensorDataset(X, Y), batch_size=16))
     assert module.session.step_count == 4 and trainer.global_step == 4
     assert_same_weights(module.model, 4)
@@ -103,9 +109,18 @@ def test_hugging_face_trainer_step(tmp_path: Path) -> None:
 
         rows = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
         model = small_model()
-        arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=16, num_train_epochs=1, report_to=[],
-                                      use_cpu=True, save_strategy="no", remove_unused_columns=False, max_grad_norm=0,
-                                      disable_tqdm=True, logging_strategy="no")  # fmt: skip
+        arguments = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=16,
+            num_train_epochs=1,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            remove_unused_columns=False,
+            max_grad_norm=0,
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ConstantLR(opt, factor=1.0)
         trainer = Ours(model=model, args=arguments, train_dataset=rows, optimizers=(opt, schedule))

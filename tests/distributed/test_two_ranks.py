@@ -30,8 +30,12 @@ def results() -> dict[str, list[dict]]:
     environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(HERE / "two_ranks.py"), *SCENARIOS],
-        capture_output=True, text=True, timeout=280, env=environment, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+        check=False,
+    )
     lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(SCENARIOS), done.stdout + done.stderr
     return {name: json.loads(text) for _, name, text in lines}

@@ -39,15 +39,26 @@ def train(session: Session, module: nn.Module, rank: int, bad_step: int | None, 
         if step == bad_step and rank == 1:
             loss = loss * float("inf")
         skipped.append(session.step(loss, max_grad_norm=1.0).skipped)
-    return {"skipped": skipped, "weights": digest(module.parameters()), "scale": session.scaler.get_scale(),
-            "plan": None if session.plan is None else str(session.plan.policy) + str(session.plan.fused_optimizer)}  # fmt: skip
+    return {
+        "skipped": skipped,
+        "weights": digest(module.parameters()),
+        "scale": session.scaler.get_scale(),
+        "plan": None
+        if session.plan is None
+        else str(session.plan.policy) + str(session.plan.fused_optimizer),
+    }
 
 
 def ddp(rank: int, precision: str, bad: int | None) -> dict:
     module = nn.parallel.DistributedDataParallel(model())
     scaler = LossScaler("cpu", init_scale=2.0**10) if precision == "fp16" else None
-    session = Session(module, torch.optim.AdamW(module.parameters(), lr=1e-2), precision=precision, scaler=scaler,
-                      plan_time_s=3.0)  # fmt: skip
+    session = Session(
+        module,
+        torch.optim.AdamW(module.parameters(), lr=1e-2),
+        precision=precision,
+        scaler=scaler,
+        plan_time_s=3.0,
+    )
     return train(session, module, rank, bad)
 
 

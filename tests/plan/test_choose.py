@@ -26,8 +26,17 @@ def race(
     return choose.Race(arms=arms, times_s={a.name: times[a.name] for a in arms}, **more)
 
 
-FORMATS = {name: {"a": "x"} for name in (
-    "fp32", "bf16", "fp32 + fused", "bf16 + fused", "fp32 + fused + channels_last", "bf16 + fused + channels_last")}  # fmt: skip
+FORMATS = {
+    name: {"a": "x"}
+    for name in (
+        "fp32",
+        "bf16",
+        "fp32 + fused",
+        "bf16 + fused",
+        "fp32 + fused + channels_last",
+        "bf16 + fused + channels_last",
+    )
+}
 
 
 def decide(r: choose.Race, half: str | None = "bf16"):
@@ -35,8 +44,12 @@ def decide(r: choose.Race, half: str | None = "bf16"):
 
 
 def test_half_that_wins_is_taken_with_its_levers() -> None:
-    plan = decide(race("bf16", {"fp32": [1.0] * 7, "bf16": [0.5] * 7, "fp32 + fused": [0.95] * 7,
-                                "bf16 + fused": [0.45] * 7}))  # fmt: skip
+    plan = decide(
+        race(
+            "bf16",
+            {"fp32": [1.0] * 7, "bf16": [0.5] * 7, "fp32 + fused": [0.95] * 7, "bf16 + fused": [0.45] * 7},
+        )
+    )
     assert plan is not None
     assert (str(plan.policy), plan.fused_optimizer, plan.source) == ("bf16", True, "auto")
     evidence = next(c for c in plan.choices if c.what == "race").evidence
@@ -122,8 +135,13 @@ def test_slow_half_kernels_stay_fp32_by_kind_and_small_ones_follow() -> None:
 
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
-    [({"bf16": "use"}, "bf16"), ({"bf16": "not-worth-it"}, None), ({"fp16": "use"}, None), ({"bf16": "use", "fp16": "use"}, "bf16")],
-)  # fmt: skip
+    [
+        ({"bf16": "use"}, "bf16"),
+        ({"bf16": "not-worth-it"}, None),
+        ({"fp16": "use"}, None),
+        ({"bf16": "use", "fp16": "use"}, "bf16"),
+    ],
+)
 def test_half_to_try_follows_the_probe(verdicts: dict[str, str], expected: str | None) -> None:
     assert choose.half_to_try(machine(**verdicts))[0] == expected
 
@@ -145,5 +163,7 @@ def test_ratio_of_an_arm_with_itself_is_one(times: list[float]) -> None:
 def test_policies_of_arms_are_what_they_say() -> None:
     arms = choose.arms_to_race("bf16", [], can_fuse=True, has_convs=True)
     assert [(a.name, a.policy, a.fused_optimizer, a.memory_format) for a in arms][:2] == [
-        ("fp32", Policy("fp32"), False, "contiguous"), ("bf16", Policy("bf16"), False, "contiguous")]  # fmt: skip
+        ("fp32", Policy("fp32"), False, "contiguous"),
+        ("bf16", Policy("bf16"), False, "contiguous"),
+    ]
     assert sorted(a.name for a in arms) == sorted(FORMATS)

@@ -46,23 +46,18 @@ class FiniteCheck:
     def __call__(self, grads: Sequence[Tensor]) -> None:
         """Set :attr:`found` to 1 where a gradient is not finite, else to 0."""
         if self._host is None:
-            self.found = torch.zeros_like(
-                self.found
-            )  # the last step's flag may still be read from the device
-        else:
+            self.found = torch.zeros_like(self.found)  # the last step's flag may not have been read yet
+        elif self._host:
             self._host[...] = 0.0
-        plain = []
+        # Exact type: subclasses such as DTensor bring their own arithmetic and take the other way.
+        if all([type(g) is Tensor for g in grads]):
+            try:
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, self.found, self._one)
+                return
+            except (RuntimeError, NotImplementedError):
+                pass  # sparse, complex, or on several devices
         for g in grads:
-            # Exact type: subclasses such as DTensor bring their own arithmetic and take the other way.
-            if type(g) is Tensor and g.dtype is torch.float32 and g.layout is torch.strided and not g.is_meta:
-                plain.append(g)
-            else:
-                self._check_odd(g)
-        if plain and (self._host is None or plain[0].device.type == "cpu"):
-            torch._amp_foreach_non_finite_check_and_unscale_(plain, self.found, self._one)
-        else:
-            for g in plain:
-                self._check_odd(g)
+            self._check_odd(g)
 
     def _check_odd(self, g: Tensor) -> None:
         values = dense_values(g)

@@ -30,16 +30,21 @@ class Updater:
     """
 
     def __init__(self, device: torch.device, *, replicated: bool) -> None:
-        self.scaler: LossScaler | NullScaler = NullScaler()
+        self.use(NullScaler())
         self.unscaled = False
         """Whether this window's gradients have their true size."""
         self._check = gradients.FiniteCheck(device)
         self._one = torch.ones((), device=device)
         self._replicated = replicated
 
+    def use(self, scaler: LossScaler | NullScaler) -> None:
+        """The scaler from now on."""
+        self.scaler = scaler
+        self._scales = scaler.is_enabled()
+
     def unscale(self, optimizers: Sequence[Any]) -> None:
         """Bring gradients to their true size; nothing where no scale is used."""
-        if self.scaler.is_enabled():
+        if self._scales:
             for optimizer in _with_gradients(optimizers):
                 self.scaler.unscale_(optimizer)
         self.unscaled = True
@@ -64,13 +69,14 @@ class Updater:
                 norm = gradients.clip(parameters, grads, max_grad_norm)
         # The norm is finite only where every gradient is: one pass does both.
         self._check(grads if norm is None else [norm])
-        scaled = _with_gradients(optimizers) if self.scaler.is_enabled() else []
-        if scaled:
+        if self._scales and grads:
+            scaled = _with_gradients(optimizers)
             self._check.found.copy_(torch.maximum(self._check.found, self.scaler.found_inf(*scaled)))
-        if not self._replicated:
-            ranks.agree_max(self._check.found)
-        if scaled:
+            if not self._replicated:
+                ranks.agree_max(self._check.found)
             self.scaler.set_found_inf(self._check.found, *scaled)
+        elif not self._replicated:
+            ranks.agree_max(self._check.found)
         return norm
 
     def update(self, optimizers: Sequence[Any]) -> bool | torch.Tensor:
@@ -82,6 +88,9 @@ class Updater:
         skipped: bool | torch.Tensor | None = self._check.on_host()
         if skipped is None:
             skipped = self._check.found
+        if skipped is False and len(optimizers) == 1:
+            optimizers[0].step()
+            return False
         for optimizer in optimizers:
             if not _has_gradients(optimizer):
                 continue
@@ -103,7 +112,7 @@ class Updater:
     def close(self) -> Any:
         """End the window: the scale that it had (a copy on the device), then the next scale."""
         self.unscaled = False
-        if not self.scaler.is_enabled():
+        if not self._scales:
             return 1.0
         scale = self.scaler.scale(self._one)
         self.scaler.update()

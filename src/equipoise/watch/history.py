@@ -16,8 +16,9 @@ from typing import Any, Protocol
 from ..errors import RunError
 from ..records import StepReport
 
-CAPACITY = 1024
-"""Reports kept; each holds at most four numbers on its device."""
+CAPACITY = 64
+"""Reports kept; each holds at most four numbers on its device. Few, so that a tiny step's memory stays in
+cache."""
 
 
 class RowFile(Protocol):
