@@ -106,8 +106,9 @@ class Session:
         """Seconds spent planning."""
         self.plan: Plan | None = None
         """What was decided; None until it is."""
-        replicated = all(isinstance(m, nn.parallel.DistributedDataParallel) for m in self._models)
-        self._updater = Updater(self.device, replicated=replicated)
+        parallel = all(isinstance(m, nn.parallel.DistributedDataParallel) for m in self._models)
+        self._updater = Updater(self.device, alike=parallel or ranks.world_size() == 1)
+        self._device_type = self.device.type
         self._late_flags: list[torch.Tensor] = []
         self._owed = 0
         self._registered: dict[str, Any] = {}
@@ -251,7 +252,7 @@ class Session:
             )
         self._backwards += 1
         scaled = self.scaler.scale(loss) if self.scaler.is_enabled() else loss
-        if torch.is_autocast_enabled(self.device.type):
+        if torch.is_autocast_enabled(self._device_type):
             # A backward inside the context would run its products in half, those of FP32 layers too.
             with torch.autocast(self.device.type, enabled=False):
                 torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
@@ -316,7 +317,10 @@ class Session:
         if closure is not None:
             return self._step_closure(closure, chosen, loss, max_grad_norm)
         if loss is not None:
-            self._backward_to(loss, chosen, retain_graph)
+            if optimizer is None:
+                self._backward(loss, None, retain_graph)
+            else:
+                self._backward_to(loss, chosen, retain_graph)
             loss = loss.detach()
         elif not self._backwards:
             raise SessionError(
@@ -326,7 +330,7 @@ class Session:
         after_backward = time.perf_counter() if sampled else 0.0
         updater = self._updater
         parameters, grads = gradients.collect(chosen)
-        if not updater.unscaled:
+        if updater.scales and not updater.unscaled:
             updater.unscale(chosen)
         norm = updater.check_and_clip(chosen, parameters, grads, max_grad_norm)
         before_update = time.perf_counter() if sampled else 0.0
@@ -369,14 +373,15 @@ class Session:
 
     def _end_window(self, skipped: Any, chosen: list[Any]) -> Any:
         """Next scale, errors that a skip may be, and nothing left that remembers old weights."""
-        where = self._where_not_finite(chosen) if skipped is True else None
-        scale = self._updater.close()
+        error = self._where_not_finite(chosen) if skipped is True else None
+        scale = self._updater.close() if self._updater.scales else 1.0
+        self._updater.unscaled = False
         self._backwards = 0
-        if torch.is_autocast_enabled(self.device.type):
+        if torch.is_autocast_enabled(self._device_type):
             torch.clear_autocast_cache()  # the next forward in this context must read the new weights
-        if where is not None:
+        if error is not None:
             _zero(chosen)
-            raise where
+            raise error
         return scale
 
     def _where_not_finite(self, chosen: list[Any]) -> NonFiniteError | None:
@@ -414,7 +419,7 @@ class Session:
         def evaluate() -> torch.Tensor:
             _zero(chosen)
             self._backwards = 0
-            if torch.is_autocast_enabled(self.device.type):
+            if torch.is_autocast_enabled(self._device_type):
                 torch.clear_autocast_cache()
             with torch.enable_grad():
                 value = closure()

@@ -9,6 +9,7 @@ times that).
 Source: ``torch.amp.GradScaler._unscale_grads_``.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -43,7 +44,7 @@ class FiniteCheck:
         # A view of the same memory: no operator runs when it is read.
         self._host = self.found.numpy() if device.type == "cpu" else None
 
-    def __call__(self, grads: Sequence[Tensor]) -> None:
+    def __call__(self, grads: list[Tensor]) -> None:
         """Set :attr:`found` to 1 where a gradient is not finite, else to 0."""
         if self._host is None:
             self.found = torch.zeros_like(self.found)  # the last step's flag may not have been read yet
@@ -58,6 +59,13 @@ class FiniteCheck:
                 pass  # sparse, complex, or on several devices
         for g in grads:
             self._check_odd(g)
+
+    def of_norm(self, norm: Tensor) -> None:
+        """The same from the gradients' norm, which is finite only where every one of them is."""
+        if self._host is None:
+            self.found = (~torch.isfinite(norm)).to(torch.float32)
+        else:
+            self._host[...] = not math.isfinite(norm.numpy())
 
     def _check_odd(self, g: Tensor) -> None:
         values = dense_values(g)

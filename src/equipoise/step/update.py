@@ -26,25 +26,26 @@ class Updater:
 
     Args:
         device: where the parameters are.
-        replicated: whether gradients are alike on all ranks once backward ends (data-parallel reduction).
+        alike: whether all ranks see the same gradients once backward ends: one process, or data-parallel.
     """
 
-    def __init__(self, device: torch.device, *, replicated: bool) -> None:
+    def __init__(self, device: torch.device, *, alike: bool) -> None:
         self.use(NullScaler())
         self.unscaled = False
         """Whether this window's gradients have their true size."""
         self._check = gradients.FiniteCheck(device)
         self._one = torch.ones((), device=device)
-        self._replicated = replicated
+        self._alike = alike
 
     def use(self, scaler: LossScaler | NullScaler) -> None:
         """The scaler from now on."""
         self.scaler = scaler
-        self._scales = scaler.is_enabled()
+        self.scales = scaler.is_enabled()
+        """Whether gradients carry a scale."""
 
     def unscale(self, optimizers: Sequence[Any]) -> None:
         """Bring gradients to their true size; nothing where no scale is used."""
-        if self._scales:
+        if self.scales:
             for optimizer in _with_gradients(optimizers):
                 self.scaler.unscale_(optimizer)
         self.unscaled = True
@@ -53,7 +54,7 @@ class Updater:
         self,
         optimizers: Sequence[Any],
         parameters: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
+        grads: list[torch.Tensor],
         max_grad_norm: float | None,
     ) -> torch.Tensor | None:
         """Set the flag, alike on all ranks, and clip; returns the norm before clipping where one was asked
@@ -67,15 +68,17 @@ class Updater:
                 )
             if grads:
                 norm = gradients.clip(parameters, grads, max_grad_norm)
-        # The norm is finite only where every gradient is: one pass does both.
-        self._check(grads if norm is None else [norm])
-        if self._scales and grads:
+        if norm is None:
+            self._check(grads)
+        else:
+            self._check.of_norm(norm)
+        if self.scales and grads:
             scaled = _with_gradients(optimizers)
             self._check.found.copy_(torch.maximum(self._check.found, self.scaler.found_inf(*scaled)))
-            if not self._replicated:
+            if not self._alike:
                 ranks.agree_max(self._check.found)
             self.scaler.set_found_inf(self._check.found, *scaled)
-        elif not self._replicated:
+        elif not self._alike:
             ranks.agree_max(self._check.found)
         return norm
 
@@ -109,12 +112,9 @@ class Updater:
                 optimizer.step()
         return skipped
 
-    def close(self) -> Any:
-        """End the window: the scale that it had (a copy on the device), then the next scale."""
-        self.unscaled = False
-        if not self._scales:
-            return 1.0
-        scale = self.scaler.scale(self._one)
+    def close(self) -> torch.Tensor:
+        """Go to the next scale; returns the one that this window had, a copy on the device."""
+        scale: torch.Tensor = self.scaler.scale(self._one)
         self.scaler.update()
         return scale
 

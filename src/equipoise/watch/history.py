@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ..errors import RunError
 from ..records import StepReport
 
-CAPACITY = 64
+CAPACITY = 16
 """Reports kept; each holds at most four numbers on its device. Few, so that a tiny step's memory stays in
 cache."""
 
