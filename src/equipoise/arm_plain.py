@@ -344,6 +344,10 @@ def peak_memory_bytes() -> int | None:
         return None
 
 
+WAKE_S = 0.02
+"""Long against waking threads and filling caches, short against a slice."""
+
+
 class Arm(Protocol):
     """What `serve` can run: each request's ``do`` is a method, its other keys the arguments."""
 
@@ -368,12 +372,22 @@ def serve(make_arm: Callable[[], Arm]) -> None:
         arm = make_arm()
         _answer(answers, {"peak_mem_bytes": peak_memory_bytes()})
         while (request := requests.get()).get("do") != "finish":
+            if request["do"] == "advance":
+                wake()
             do = getattr(arm, request.pop("do"))
             _answer(answers, {**do(**request), "peak_mem_bytes": peak_memory_bytes()})
     except Exception as error:
         traceback.print_exc()
         _answer(answers, {"error": str(error), "kind": type(error).__name__})
         sys.exit(1)
+
+
+def wake() -> None:
+    """Run all threads for a moment: after a wait they sleep, and a slice of tiny steps would pay for that."""
+    a = torch.ones(256, 256)
+    until = time.perf_counter() + WAKE_S
+    while time.perf_counter() < until:
+        a @ a
 
 
 def _listen(lines: TextIO, requests: "queue.SimpleQueue[dict[str, Any]]") -> None:
