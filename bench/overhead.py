@@ -208,8 +208,8 @@ def main() -> None:
             continue
         print(
             f"{r['case']:14s} by hand {r['by_hand_us']:10.1f} us, ours {r['added_us']:+8.1f} us "
-            f"({r['low_us']:+.1f} to {r['high_us']:+.1f}), {r['added_share']:+.2%} (up to {r['high_share']:+.2%}), "
-            f"{r['rounds']} rounds, {r['voided']} void"
+            f"({r['low_us']:+.1f} to {r['high_us']:+.1f}), {r['added_share']:+.2%} "
+            f"(up to {r['high_share']:+.2%}), {r['rounds']} rounds, {r['voided']} void"
         )
 
 

@@ -265,9 +265,11 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
         f: layer_formats(bench.root, bench.format_names(Policy(f))) for f in {"fp32", half or "fp32"}
     }
     share = _share_that_gains(bench, machine, half)
+    ratio: float | None = None
 
     def static(why: str) -> Plan:
-        return choose.static_plan(half, share, formats_of, f"can't tell: static default ({why})", notes)
+        note = f"can't tell: static default ({why})"
+        return choose.static_plan(half, share, ratio, formats_of, note, notes)
 
     if limit_s <= 0:
         return static("no time was given to plan")

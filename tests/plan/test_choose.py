@@ -148,10 +148,15 @@ def test_half_to_try_follows_the_probe(verdicts: dict[str, str], expected: str |
 
 def test_the_static_default_follows_measured_sizes() -> None:
     assert choose.smallest_gaining_volume(machine(bf16="use"), "bf16") == 256.0**3
-    for share, expected in ((1.0, "bf16"), (0.5, "fp32")):
-        plan = choose.static_plan("bf16", share, FORMATS, "can't tell")
+    for share, ratio, expected in (
+        (1.0, None, "bf16"),
+        (0.5, None, "fp32"),
+        (1.0, 0.5, "bf16"),
+        (1.0, 0.9, "fp32"),
+    ):
+        plan = choose.static_plan("bf16", share, ratio, FORMATS, "can't tell")
         assert (str(plan.policy), plan.source, plan.note) == (expected, "static", "can't tell")
-    assert str(choose.static_plan(None, 1.0, FORMATS, "x").policy) == "fp32"
+    assert str(choose.static_plan(None, 1.0, None, FORMATS, "x").policy) == "fp32"
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=20))

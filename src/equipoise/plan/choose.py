@@ -30,6 +30,10 @@ HOPELESS = 1.3
 """Half isn't raced when the layers' costs say that it takes this many times FP32's time."""
 TIE = 0.02
 """Whole-step times closer than this are alike."""
+STATIC_SHARE = 0.8
+"""Without a race, half is the default only where this share of the work is of sizes that gain ..."""
+STATIC_COST = 0.8
+"""... and where the layers, if they were timed, take at most this share of FP32's time."""
 MIN_ROUNDS = 3
 """A race with fewer undisturbed rounds proves nothing."""
 
@@ -295,27 +299,32 @@ def _note(race: Race, winner: Arm) -> str:
 def static_plan(
     half: str | None,
     share_that_gains: float,
+    cost_ratio: float | None,
     formats_of: Mapping[str, Mapping[str, str]],
     why: str,
     notes: Sequence[Choice] = (),
 ) -> Plan:
-    """The default where nothing could be told apart: half where most of the work is of sizes that gain by it.
+    """The default where whole steps couldn't be told apart: half where all that is known speaks for it.
 
     Args:
         half: the half format that the probe says to use, if any.
         share_that_gains: share of the layers' multiplications in products of a size that the probe measured
-            faster.
+            faster in half.
+        cost_ratio: the layers' time in half over their time in FP32; None where they weren't timed.
         formats_of: ``"fp32"`` and the half format -> layer -> format.
         why: sentence for people.
         notes: choices made before, kept in the plan.
     """
-    chosen = half if half is not None and share_that_gains >= 0.8 else "fp32"
+    gains = share_that_gains >= STATIC_SHARE and (cost_ratio is None or cost_ratio <= STATIC_COST)
+    chosen = half if half is not None and gains else "fp32"
+    evidence = {"share_ratio": share_that_gains}
     reason = (
         f"{share_that_gains:.0%} of the multiplications are of sizes that the probe measured faster in half"
     )
-    choice = Choice(
-        what="format", where="*", choice=chosen, reason=reason, evidence={"share_ratio": share_that_gains}
-    )
+    if cost_ratio is not None:
+        reason += f", and the layers take {cost_ratio:.2f} of FP32's time in it"
+        evidence["cost_ratio"] = cost_ratio
+    choice = Choice(what="format", where="*", choice=chosen, reason=reason, evidence=evidence)
     return Plan(
         policy=Policy(chosen), formats=formats_of[chosen], choices=(*notes, choice), source="static", note=why
     )
