@@ -189,16 +189,16 @@ def test_foreign_load_is_the_busy_time_that_is_not_ours(
     monkeypatch.setattr(evidence.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(evidence.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(evidence.os, "sysconf", lambda name: 100)
+    own = iter([(1.0, 0.5), (1.0, 0.5), (2.0, 0.5)])
+    monkeypatch.setattr(evidence.os, "times", lambda: next(own))
     proc = tmp_path / "proc"
     _proc(proc, 1000, {7: (7, 100), 8: (7, 50), 9: (9, 30)})
     load = ForeignLoad(2, [7], proc=str(proc))
     assert load.share() is None  # 0.1 s: too short for ticks of 10 ms
     # 20 s busy in 10 s: 12 s of session 7 are ours, process 9 and everything unseen are not.
     _proc(proc, 3000, {7: (7, 1100), 8: (7, 250), 9: (9, 400)})
-    share = load.share()
-    assert share is not None
-    # This process's own CPU time is taken off too: a little under 8 foreign seconds in 10 s on 2 cores.
-    assert 0.3 < share <= 0.4
+    # This process's own second is taken off too: 7 foreign seconds in 10 s on 2 cores.
+    assert load.share() == pytest.approx(0.35)
 
 
 def test_without_counters_the_load_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

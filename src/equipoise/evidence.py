@@ -178,7 +178,8 @@ def _decide(reference: np.ndarray, candidate: np.ndarray, signed: np.ndarray, ma
     low, high = _one_sided(signed, alpha)
     level = f"one-sided {100 * (1 - alpha):g} % bound over {n} seeds"
     if low >= -margin:
-        return "not-worse", f"At worst {_loss(low)}, inside the margin of {margin:.4g} ({level})."
+        worst = f"At worst {_loss(low)}" if low <= 0 else f"Better by at least {_size(low)}"
+        return "not-worse", f"{worst}, inside the margin of {margin:.4g} ({level})."
     if high < -margin:
         return "worse", f"At best {_loss(high)}, outside the margin of {margin:.4g} ({level})."
     return "inconclusive", (
@@ -187,7 +188,11 @@ def _decide(reference: np.ndarray, candidate: np.ndarray, signed: np.ndarray, ma
 
 
 def _loss(signed: float) -> str:
-    return f"{-signed:.4g} worse" if signed < 0 else f"{signed:.4g} better" if signed > 0 else "equal"
+    return f"{_size(signed)} worse" if signed < 0 else f"{_size(signed)} better" if signed > 0 else "equal"
+
+
+def _size(signed: float) -> str:
+    return np.format_float_positional(abs(signed), precision=2, fractional=False, trim="-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

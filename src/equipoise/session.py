@@ -332,8 +332,11 @@ class Session:
         parameters, grads = gradients.collect(chosen)
         if updater.scales and not updater.unscaled:
             updater.unscale(chosen)
-        norm = updater.check_and_clip(chosen, parameters, grads, max_grad_norm)
+        # Clipping is the user's own work and counts as the optimizer's; a check alone is ours.
         before_update = time.perf_counter() if sampled else 0.0
+        norm = updater.check_and_clip(chosen, parameters, grads, max_grad_norm)
+        if sampled and norm is None:
+            before_update = time.perf_counter()
         skipped = updater.update(chosen)
         after_update = time.perf_counter() if sampled else 0.0
         scale = self._end_window(skipped, chosen)

@@ -33,14 +33,14 @@ def stations(figures: Mapping[str, Any]) -> list[Station]:
     mixed = "mixed" if len(formats) > 1 else next(iter(formats), "")
     backward, why, scaled = _backward(step["scale"], formats)
     value = (
-        f"value {words.number(step['loss'], 4)}" if step["loss"] is not None else "log-softmax and sums too"
+        f"value {words.number(step['loss'], 4)}" if step["loss"] is not None else "PyTorch’s losses widen"
     )
     norm = f"norm {words.number(step['grad_norm'])}, " if step["grad_norm"] is not None else ""
     return [
         Station(name="Batch", what=f"{step['batch']:,.4g} samples" if step["batch"] else "one batch",
                 detail="read and moved to the device", time=time["data_s"]),
         Station(name="Layers", what=words.layer_counts(formats) or "formats not recorded",
-                detail="sensitive operators in FP32", time=time["forward_s"], format=mixed),
+                detail="operators as PyTorch’s autocast lists them", time=time["forward_s"], format=mixed),
         Station(name="Loss", what="in FP32", detail=value, format="fp32"),
         Station(name="Backward", what=backward, detail=why, time=time["backward_s"], format=mixed),
         Station(name="Check", what="gradients finite?", time=time["machinery_s"], format="fp32",
