@@ -49,7 +49,8 @@ class PlanArm:
         before_s = self._trainer.time_s
         rows = self._trainer.advance(steps)
         # To the session the wait for the token looks like waiting for data: leave a slice's first step out.
-        sampled = [row["parts"] for row in rows[1:] if row.get("parts")]
+        looked = [row for row in rows[1:] if row.get("parts")]
+        sampled = [row["parts"] for row in looked]
         return {
             "time_s": self._trainer.time_s - before_s,
             "losses": [(row["step"], row["time_s"] - before_s, finite(row["loss"])) for row in rows
@@ -58,6 +59,7 @@ class PlanArm:
             "parts_steps": len(sampled),
             "skipped": sum(bool(row["skipped"]) for row in rows),
             "scale": rows[-1]["scale"],
+            "step": _shown(looked[-1]) if looked else None,
         }  # fmt: skip
 
     def evaluate(self, split: str, save: str | None = None) -> dict[str, Any]:
@@ -73,6 +75,11 @@ class PlanArm:
             write_predictions(Path(save), found.labels, found.scores, (task.subgroup or {}).get(split))
         extra = {name: finite(value) for name, value in found.extra.items()}
         return {"metric": finite(found.metric), "extra": extra, "time_s": found.time_s}
+
+
+def _shown(row: dict[str, Any]) -> dict[str, float | None]:
+    """A step's numbers for the report; its times are no better than the mean of all looked into."""
+    return {key: finite(row[key]) for key in ("step", "loss", "scale", "grad_norm") if key in row}
 
 
 if __name__ == "__main__":

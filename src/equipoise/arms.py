@@ -142,6 +142,12 @@ class Track:
     parts_s: dict[str, float] = field(default_factory=dict)
     """Where the time of all steps went."""
     parts_steps: int = 0
+    skipped: int | None = None
+    """Steps skipped; None where the arm doesn't say."""
+    scale: float | None = None
+    """The last loss scale; None where the arm doesn't say."""
+    step: dict[str, Any] | None = None
+    """The last step that was looked into."""
 
     @property
     def time_s(self) -> float:
@@ -247,6 +253,9 @@ class Race:
             track.curve.append({"step": at, "time_s": before_s + time_s, "loss": loss})
         samples = self._samples(step + count) - self._samples(step)
         track.slices.append({"steps": count, "samples": samples, "time_s": answer["time_s"], "foreign": None})
+        if "skipped" in answer:
+            track.skipped = (track.skipped or 0) + answer["skipped"]
+            track.scale, track.step = answer["scale"], answer["step"] or track.step
         if answer.get("parts") and len(track.slices) > WARM_ROUNDS:
             track.parts_steps += answer.get("parts_steps", count)
             for part, seconds in answer["parts"].items():

@@ -42,7 +42,7 @@ def ratio_of(base: Mapping[int, Track], other: Mapping[int, Track]) -> Ratio:
     return paired_ratio(base_s, other_s, void)
 
 
-def arm_of(tracks: Mapping[int, Track], *, peak_mem_bytes: int | None, targets: Mapping[int, float | None],
+def arm_of(tracks: dict[int, Track], *, peak_mem_bytes: int | None, targets: Mapping[int, float | None],
            higher_is_better: bool, metrics: Sequence[float]) -> dict[str, Any]:  # fmt: skip
     """One arm's part of ``comparison.json``."""
     rows = [row for track in tracks.values() for row in settled(track.slices)]
@@ -58,13 +58,15 @@ def arm_of(tracks: Mapping[int, Track], *, peak_mem_bytes: int | None, targets: 
         "time_to_metric_s": median_of(reached),
         "metric": _spread(metrics),
         "parts": _parts(tracks),
+        "step": next((t.step for t in reversed(tracks.values()) if t.step), None),
         "seeds": {str(seed): {"curve": t.curve, "evals": t.evals, "test": t.test, "extra": t.extra,
                               "slices": t.slices, **_last(t)} for seed, t in tracks.items()},
     }  # fmt: skip
 
 
 def _last(track: Track) -> dict[str, Any]:
-    return {key: track.setup[key] for key in ("threads",) if key in track.setup}
+    kept = {key: track.setup[key] for key in ("threads",) if key in track.setup}
+    return kept if track.skipped is None else kept | {"skipped": track.skipped, "scale": track.scale}
 
 
 def loop_of(seeds: Sequence[int], times_s: Sequence[float], metrics: Sequence[float]) -> dict[str, Any]:
@@ -165,6 +167,7 @@ def result_of(*, task: str, about: str, metric: Mapping[str, Any], judgement: Ju
         "speedup": speeds["plan"].as_dict(),
         "autocast_speedup": None if autocast is None else autocast.as_dict(),
         "arms": dict(arms),
+        "step": arms["plan"].get("step"),
         "formats": {} if plan is None else plan.counts(),
         "plan_toml": "" if plan is None else plan.to_toml(),
         "machine": machine,
