@@ -2,7 +2,7 @@
 
 Enters: the words of the command line. Leaves: the verb's output on stdout, errors on stderr, an exit code:
 0; 2 for the user's mistake; 1 for ours; 130 after Ctrl-C. Where: the outermost layer. Neither this file nor a
-verb's file imports torch, scikit-learn or matplotlib at its top, so that ``--help`` answers at once: a test
+verb's file imports torch or scikit-learn at its top, so that ``--help`` answers at once: a test
 says so.
 """
 
