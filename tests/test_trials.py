@@ -124,6 +124,10 @@ def test_planning_after_the_first_step_leaves_no_trace(monkeypatch: pytest.Monke
     if half == "not-worth-it":
         assert set(plan.formats.values()) == {"fp32"}
     assert session.setup_s > 0
+    if plan.source == "auto":
+        assert set(session.timings["race"]["s_per_step"]) >= {"fp32"}
+    if half == "use":
+        assert {row["layer"] for row in session.timings["layers"]} == {"0", "5"}
     session.restore()
     assert [p.stride() for p in planned.parameters()] == [p.stride() for p in plain.parameters()]
 

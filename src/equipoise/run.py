@@ -25,7 +25,7 @@ from .errors import EquipoiseError, TaskError
 from .evaluation import Evaluation, seed_everything
 from .journal import Journal
 from .records import Machine
-from .rundir import MACHINE, METRICS, PLAN, RUN, RunDirectory, refuse_used
+from .rundir import COSTS, MACHINE, METRICS, PLAN, RUN, RunDirectory, refuse_used
 from .task import Task, TaskFunction
 from .trainer import ReadersGone, Stopped, Trainer, never, pick_device
 from .watch.files import Disk
@@ -267,6 +267,8 @@ def _carry_on(trainer: Trainer, journal: Journal, on_event: OnEvent, stop: Calla
             journal.setup_s = trainer.session.setup_s
             journal.elapsed_s += journal.setup_s  # a time limit is on the whole run
             directory.put_json(MACHINE, _machine(trainer).as_dict())
+            if trainer.session.timings:
+                directory.put_json(COSTS, trainer.session.timings)
             directory.put_text(PLAN, plan.to_toml())
         plan = trainer.prepare()
         on_event("planned", {"plan": plan, "setup_s": journal.setup_s})

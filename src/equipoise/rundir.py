@@ -3,7 +3,8 @@
 Enters: a path and what a run has to keep. Leaves: the files listed below, each complete or absent. Where:
 under ``run.py``; no torch. Source: flock(2).
 
-``run.toml`` what was asked · ``machine.json`` · ``plan.toml`` · ``steps.jsonl`` one row a step ·
+``run.toml`` what was asked · ``machine.json`` · ``costs.json`` what was timed to plan · ``plan.toml`` ·
+``steps.jsonl`` one row a step ·
 ``metrics.json`` the evaluations and the result · ``predictions/`` · ``checkpoints/`` · ``lock`` held while a
 process trains in it.
 """
@@ -24,6 +25,7 @@ from .errors import RunError
 from .watch.files import Disk, Rows, explained, make_directories, put, put_json
 
 RUN, PLAN, MACHINE, METRICS, STEPS = "run.toml", "plan.toml", "machine.json", "metrics.json", "steps.jsonl"
+COSTS = "costs.json"
 _LOCK = "lock"
 _HARMLESS = {_LOCK, f".{RUN}.part"}
 """What a run leaves that ended before it began."""

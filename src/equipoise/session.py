@@ -104,6 +104,8 @@ class Session:
         """Steps that changed the weights, as far as the host knows."""
         self.setup_s = 0.0
         """Seconds spent planning."""
+        self.timings: dict[str, Any] = {}
+        """What was timed to make the plan, plain data; empty where nothing was, and on ranks but 0."""
         self.plan: Plan | None = None
         """What was decided; None until it is."""
         parallel = all(isinstance(m, nn.parallel.DistributedDataParallel) for m in self._models)
@@ -213,6 +215,7 @@ class Session:
             finally:
                 recorder.remove()
         self._apply(plan)
+        self.timings = bench.timings
         spent_s = time.perf_counter() - began
         self.setup_s += spent_s
         notice.say(f"planned in {spent_s:.1f} s: {plan.note}")

@@ -12,7 +12,7 @@ back, and the optimizer's update. Rounds are interleaved, and a round that forei
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -191,6 +191,8 @@ class Workbench:
     """Whether the layers' calls must be recorded first, by running the step once in FP32."""
     progress: Callable[[float, str], None] = lambda share, what: None
     """Told how far planning is, between measurements."""
+    timings: dict[str, Any] = field(default_factory=dict)
+    """What was timed: ``layers``, one LayerCost each, and the ``race``, seconds a step by arm and round."""
 
     def format_names(self, policy: Policy) -> dict[str, str]:
         """Format of every module under ``policy``."""
@@ -279,6 +281,7 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
     if half is not None:
         bench.progress(0.0, "timing layers")
         costs = _layer_costs(bench, half, COST_SHARE * limit_s)
+        bench.timings["layers"] = [asdict(cost) for cost in costs]
         kept = choose.slow_layers(costs, half)
         ratio = choose.cost_ratio(costs, half, kept)
         if ratio is not None and ratio > choose.HOPELESS:
@@ -302,6 +305,11 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
     )
     with restored(bench.root, bench.optimizers) as start:
         race = _race(bench, arms, start, began, limit_s)
+    bench.timings["race"] = {
+        "s_per_step": race.times_s,
+        "dropped": race.dropped,
+        "voided_rounds": race.voided,
+    }
     formats_of |= {a.name: layer_formats(bench.root, bench.format_names(a.policy)) for a in arms}
     plan = choose.decide(race, half, kept, formats_of, notes)
     if plan is None:
