@@ -45,8 +45,8 @@ _OWN_FORWARD = "_equipoise_forward"
 
 def dtype_of(format_name: str) -> torch.dtype:
     """The torch dtype of a format."""
-    dtype = getattr(torch, FORMATS[format_name].torch_name)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    dtype: torch.dtype = getattr(torch, FORMATS[format_name].torch_name)
+    return dtype
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -139,18 +139,20 @@ class Casts:
         self.root_format = formats[""]
         self._device = device
         self._wrapped: list[nn.Module] = []
-        self._root = model
-        parents = {id(child): name for name, module in model.named_modules() for child in module.children()}
+        parents: dict[int, set[str]] = {}  # a module may stand in several
         for name, module in model.named_modules():
-            if name and formats[name] != formats[parents[id(module)]]:
-                self._wrap(module, formats[name], formats[parents[id(module)]])
+            for child in module.children():
+                parents.setdefault(id(child), set()).add(formats[name])
+        for name, module in model.named_modules():
+            if name and parents[id(module)] != {formats[name]}:
+                self._wrap(module, formats[name], parents[id(module)])
         self._half = FORMATS[self.root_format].is_half
         self._dtype = dtype_of(self.root_format)
         # A weight changed by hand inside a context must be seen: the copy that autocast keeps is dropped
         # whenever the model starts a forward.
         self._fresh = model.register_forward_pre_hook(_drop_cached_casts) if self._half else None
 
-    def _wrap(self, module: nn.Module, format_name: str, parent_format: str) -> None:
+    def _wrap(self, module: nn.Module, format_name: str, parent_formats: set[str]) -> None:
         own = module.__dict__
         if _OWN_FORWARD in own:
             return
@@ -161,7 +163,7 @@ class Casts:
         object.__setattr__(module, "_equipoise_dtype", dtype_of(format_name))
         if format_name == "fp32":
             function: Callable[..., Any] = _forward_wide
-        elif parent_format == "fp32":
+        elif "fp32" in parent_formats:
             function = _forward_narrow
         else:
             function = _forward_other_half
