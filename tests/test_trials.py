@@ -2,6 +2,7 @@
 
 import copy
 import random
+import time
 
 import numpy as np
 import pytest
@@ -186,3 +187,36 @@ def test_an_arm_without_a_kernel_is_taken_out_with_its_reason(monkeypatch: pytes
     session.step(model(torch.randn(4, 8)).mean())
     assert session.plan is not None and set(session.plan.formats.values()) == {"fp32"}
     assert not session.step(model(torch.randn(4, 8)).mean()).skipped
+
+
+class Timed(nn.Linear):
+    """A layer that takes as long as it is told in each format, whatever the CPU."""
+
+    def __init__(self, wide_s: float, half_s: float) -> None:
+        super().__init__(8, 8)
+        self.wide_s, self.half_s = wide_s, half_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.half_s if torch.is_autocast_enabled("cpu") else self.wide_s)
+        return super().forward(x)
+
+
+def test_half_is_chosen_but_for_the_layer_that_is_slow_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    model = nn.Sequential(Timed(8e-3, 1e-3), Timed(1e-3, 8e-3), Timed(8e-3, 1e-3))
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=8.0)
+    session.step(model(torch.randn(4, 8)).mean())
+    plan = session.plan
+    assert plan is not None
+    if plan.source == "static":
+        assert "disturbed by foreign load" in plan.note
+        return
+    assert plan.formats == {"0": "bf16", "1": "fp32", "2": "bf16"}
+    kept = next(c for c in plan.choices if c.where == "1")
+    assert kept.evidence["slower_ratio"] > 3
+    dtypes = []
+    model[1].register_forward_hook(lambda m, args, out: dtypes.append((args[0].dtype, out.dtype)))
+    with session.autocast():
+        loss = model(torch.randn(4, 8)).mean()
+    session.step(loss)
+    assert dtypes == [(torch.float32, torch.float32)]

@@ -50,7 +50,11 @@ RunStep = Callable[[Context], None]
 
 
 GIVE_UP = 6
-"""Void rounds, with none kept, after which a race proves nothing and ends."""
+"""Void rounds, with none kept, after which a race proves nothing and ends ..."""
+GIVE_UP_SHARE = 0.4
+"""... or fewer, once this share of the time is spent: rounds that take long are few."""
+SETTLE_ROUNDS = 7
+"""Rounds after which a clear answer ends the race: before that an interval of the median says little."""
 
 
 class Recorder:
@@ -205,7 +209,7 @@ class Workbench:
         return any(type(p.data) is not torch.Tensor for p in self.root.parameters())
 
     @property
-    def raceable(self) -> str:
+    def why_not_raced(self) -> str:
         """Why whole steps can't be raced; empty when they can."""
         if self.run_step is None:
             return "the first step's forward wasn't one call of the model"
@@ -268,6 +272,7 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
     }
     share = _share_that_gains(bench, machine, half)
     ratio: float | None = None
+    raw_ratio: float | None = None
 
     def static(why: str) -> Plan:
         note = f"can't tell: static default ({why})"
@@ -283,6 +288,7 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
         costs = _layer_costs(bench, half, COST_SHARE * limit_s)
         bench.timings["layers"] = [asdict(cost) for cost in costs]
         kept = choose.slow_layers(costs, half)
+        raw_ratio = choose.cost_ratio(costs, half, [])
         ratio = choose.cost_ratio(costs, half, kept)
         if ratio is not None and ratio > choose.HOPELESS:
             notes.append(
@@ -295,11 +301,12 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
                 )
             )
             half = None
-    if bench.raceable:
-        return static(bench.raceable)
+    if bench.why_not_raced:
+        return static(bench.why_not_raced)
     arms = choose.arms_to_race(
         half,
         kept,
+        plain_half=raw_ratio is None or raw_ratio <= choose.HOPELESS,
         can_fuse=all(can_fuse(o) for o in bench.optimizers),
         has_convs=has_conv_weights(bench.root),
     )
@@ -408,20 +415,25 @@ def _race(
             dropped[arm.name] = (str(error).splitlines() or [type(error).__name__])[0][:160]
     rounds = _Rounds(times)
     running = list(runners)
-    turn = 0
-    while running and turn < 2 * MAX_ROUNDS and time.perf_counter() < began + limit_s:
-        spent = max((time.perf_counter() - began) / limit_s, rounds.kept / MAX_ROUNDS)
-        bench.progress(spent, f"racing {len(running)} ways, round {turn + 1}")
-        order = running[turn % len(running) :] + running[: turn % len(running)]
-        turn += 1
-        rounds.add(
-            {name: runners[name].time(runners[name].steps, int(runners[name].steps > 1)) for name in order}
-        )
+    for turn in range(2 * MAX_ROUNDS):
+        spent = (time.perf_counter() - began) / limit_s
+        bench.progress(max(spent, rounds.kept / MAX_ROUNDS), f"racing {len(running)} ways, round {turn + 1}")
+        order = running[turn % len(running) :] + running[: turn % len(running)] if running else []
+        readings: dict[str, float] = {}
+        for name in order:
+            if time.perf_counter() > began + limit_s:
+                break
+            runner = runners[name]
+            readings[name] = runner.time(runner.steps, int(runner.steps > 1))
+        if len(readings) < len(order) or not order:
+            break
+        rounds.add(readings)
         if rounds.kept >= choose.MIN_ROUNDS:
             running = _still_in(running, times)
-        if not rounds.kept and rounds.voided >= GIVE_UP:
+        hopeless = rounds.voided >= (GIVE_UP if spent < GIVE_UP_SHARE else choose.MIN_ROUNDS)
+        if (hopeless and not rounds.kept) or rounds.kept >= MAX_ROUNDS:
             break
-        if rounds.kept >= MAX_ROUNDS or (rounds.kept >= 7 and _settled(running, times)):
+        if rounds.kept >= SETTLE_ROUNDS and _settled(running, times):
             break
     rounds.close()
     return choose.Race(arms=tuple(arms), times_s=times, dropped=dropped, voided=rounds.voided)

@@ -155,12 +155,18 @@ def cost_ratio(costs: Sequence[LayerCost], half: str, kept: Sequence[Choice]) ->
     return above / below if below else None
 
 
-def arms_to_race(half: str | None, kept: Sequence[Choice], *, can_fuse: bool, has_convs: bool) -> list[Arm]:
-    """FP32 and plain autocast as a user writes them, then each with our levers."""
+def arms_to_race(
+    half: str | None, kept: Sequence[Choice], *, can_fuse: bool, has_convs: bool, plain_half: bool = True
+) -> list[Arm]:
+    """FP32 and plain autocast as a user writes them, then each with our levers.
+
+    Without ``plain_half`` the layers' costs have ruled out half everywhere: one such step could take minutes.
+    """
     families = [Policy("fp32")]
     arms = [Arm(name="fp32", policy=families[0])]
     if half is not None:
-        arms.append(Arm(name=half, policy=Policy(half)))
+        if plain_half or not kept:
+            arms.append(Arm(name=half, policy=Policy(half)))
         families.append(Policy(half, tuple((c.where, "fp32") for c in kept if c.where)))
     for policy in families:
         level = 0
