@@ -10,13 +10,17 @@ from its parent's has its ``forward`` replaced *on the instance* by a bound meth
 - half inside FP32: autocast on, floating outputs widened, since the parent's operators expect FP32.
 
 Instance attributes leave ``state_dict``, ``isinstance``, hooks and ``deepcopy`` alone (``copy`` rebinds a
-method to the copied module). Source: torch.amp's operator lists; Hugging Face Accelerate replaces ``forward``
-likewise.
+method to the copied module). ``pickle`` stores a bound method by its name: the replacements are called
+``forward``, so a model that was saved whole comes back with its own. Source: torch.amp's operator lists;
+Hugging Face Accelerate replaces ``forward`` likewise.
 """
 
+import copy
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -96,8 +100,23 @@ def _map_floats(value: Any, accepts: Callable[[torch.Tensor], bool], dtype: torc
     if isinstance(value, (list, tuple)):
         items = [_map_floats(v, accepts, dtype) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is dict:
-        return {k: _map_floats(v, accepts, dtype) for k, v in value.items()}
+    if isinstance(value, dict):
+        items_by_key = {k: _map_floats(v, accepts, dtype) for k, v in value.items()}
+        if type(value) is dict:
+            return items_by_key
+        if all(items_by_key[k] is v for k, v in value.items()):
+            return value
+        value = copy.copy(value)  # a subclass, such as a Hugging Face output, keeps its type
+        for k, v in items_by_key.items():
+            value[k] = v
+    elif is_dataclass(value) and not isinstance(value, type):
+        old = {f.name: getattr(value, f.name) for f in fields(value)}
+        new = {k: _map_floats(v, accepts, dtype) for k, v in old.items()}
+        if all(new[k] is v for k, v in old.items()):
+            return value
+        value = copy.copy(value)
+        for k, v in new.items():
+            object.__setattr__(value, k, v)  # a frozen one too: it is our copy
     return value
 
 
@@ -122,6 +141,41 @@ def _forward_narrow(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _map_floats(out, is_half, torch.float32)
 
 
+def _forward_other_half(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # One half inside the other: the inner autocast casts inputs and weights to its own dtype.
+    with torch.autocast(self.__dict__["_equipoise_device"], dtype=self.__dict__["_equipoise_dtype"]):
+        return self.__dict__[_OWN_FORWARD](*args, **kwargs)
+
+
+_AT_WORK: "weakref.WeakSet[Casts]" = weakref.WeakSet()
+"""Policies that hold some module's forward now."""
+
+
+def refuse_taken(model: nn.Module) -> None:
+    """Refuse a model that another policy is at work on.
+
+    Raises:
+        SessionError: a module's forward is another living session's.
+    """
+    taken = {id(module) for casts in _AT_WORK for module in casts.wrapped}
+    for name, module in model.named_modules():
+        if id(module) in taken:
+            raise SessionError(
+                f"module {name!r} runs under another Session's policy; call restore() of that one first"
+            )
+
+
+def _unwrap(module: nn.Module) -> None:
+    own = module.__dict__
+    forward = own.pop(_OWN_FORWARD, None)
+    if own.pop("_equipoise_had_forward", False):
+        own["forward"] = forward
+    else:
+        own.pop("forward", None)
+    for key in ("_equipoise_device", "_equipoise_dtype"):
+        own.pop(key, None)
+
+
 class Casts:
     """A policy at work on one model; :meth:`remove` undoes it.
 
@@ -131,21 +185,29 @@ class Casts:
         device: torch device type.
 
     Raises:
-        PolicyError: one weight would be read in two half formats (autocast caches its copy by weight alone).
+        PolicyError: one weight would be read in two half formats (autocast caches its copy by weight alone),
+            or a part of an attention would have another format than the attention.
+        SessionError: another session's policy is at work on a module.
     """
 
     def __init__(self, model: nn.Module, formats: Mapping[str, str], device: str) -> None:
         _refuse_two_halves(model, formats)
+        _refuse_split_attention(model, formats)
+        refuse_taken(model)
         self.root_format = formats[""]
         self._device = device
-        self._wrapped: list[nn.Module] = []
+        self.wrapped: list[nn.Module] = []
+        """Modules whose forward is replaced."""
         parents: dict[int, set[str]] = {}  # a module may stand in several
         for name, module in model.named_modules():
+            if _OWN_FORWARD in module.__dict__:  # a copy, or its session is gone: nobody else will undo it
+                _unwrap(module)
             for child in module.children():
                 parents.setdefault(id(child), set()).add(formats[name])
         for name, module in model.named_modules():
             if name and parents[id(module)] != {formats[name]}:
                 self._wrap(module, formats[name], parents[id(module)])
+        _AT_WORK.add(self)
         self._half = FORMATS[self.root_format].is_half
         self._dtype = dtype_of(self.root_format)
         # A weight changed by hand inside a context must be seen: the copy that autocast keeps is dropped
@@ -154,8 +216,6 @@ class Casts:
 
     def _wrap(self, module: nn.Module, format_name: str, parent_formats: set[str]) -> None:
         own = module.__dict__
-        if _OWN_FORWARD in own:
-            return
         # object.__setattr__: nn.Module's own would look for parameters and modules in each value.
         object.__setattr__(module, "_equipoise_had_forward", "forward" in own)
         object.__setattr__(module, _OWN_FORWARD, module.forward)
@@ -168,7 +228,7 @@ class Casts:
         else:
             function = _forward_other_half
         object.__setattr__(module, "forward", types.MethodType(function, module))
-        self._wrapped.append(module)
+        self.wrapped.append(module)
 
     def context(self) -> AbstractContextManager[Any]:
         """What a forward runs under: autocast in the root's half format, or nothing."""
@@ -178,29 +238,21 @@ class Casts:
     def needs_loss_scale(self) -> bool:
         """Whether any module computes in FP16."""
         fp16 = torch.float16
-        return self._dtype is fp16 or any(m.__dict__.get("_equipoise_dtype") is fp16 for m in self._wrapped)
+        return self._dtype is fp16 or any(m.__dict__.get("_equipoise_dtype") is fp16 for m in self.wrapped)
 
     def remove(self) -> None:
         """Give every module its own ``forward`` back."""
-        for module in self._wrapped:
-            own = module.__dict__
-            forward = own.pop(_OWN_FORWARD, None)
-            if own.pop("_equipoise_had_forward", False):
-                own["forward"] = forward
-            else:
-                own.pop("forward", None)
-            for key in ("_equipoise_device", "_equipoise_dtype"):
-                own.pop(key, None)
-        self._wrapped.clear()
+        for module in self.wrapped:
+            _unwrap(module)
+        self.wrapped.clear()
+        _AT_WORK.discard(self)
         if self._fresh is not None:
             self._fresh.remove()
             self._fresh = None
 
 
-def _forward_other_half(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # One half inside the other: the inner autocast casts inputs and weights to its own dtype.
-    with torch.autocast(self.__dict__["_equipoise_device"], dtype=self.__dict__["_equipoise_dtype"]):
-        return self.__dict__[_OWN_FORWARD](*args, **kwargs)
+for _forward in (_forward_wide, _forward_narrow, _forward_other_half):
+    _forward.__name__ = "forward"
 
 
 def _drop_cached_casts(module: nn.Module, args: Any) -> None:
@@ -222,3 +274,15 @@ def _refuse_two_halves(model: nn.Module, formats: Mapping[str, str]) -> None:
                     f"one weight is shared by {other[1]} ({other[0]}) and {name}.{key} ({fmt}); "
                     "a shared weight can have one half format only: give both layers the same"
                 )
+
+
+def _refuse_split_attention(model: nn.Module, formats: Mapping[str, str]) -> None:
+    # The attention reads its projection's weight by itself; the projection's own forward never runs.
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            for inner, _ in module.named_modules(prefix=name):
+                if formats.get(inner, formats[name]) != formats[name]:
+                    raise PolicyError(
+                        f"{inner!r} can't have a format of its own ({formats[inner]}): the attention "
+                        f"{name or '(root)'!r} ({formats[name]}) computes with its weight. Name the attention"
+                    )
