@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from equipoise.evidence import ForeignLoad, bootstrap_median
+from equipoise.evidence import bootstrap_median
+from equipoise.foreign_load import ForeignLoad
 from equipoise.policy import Plan, Policy
 from equipoise.session import Session
 

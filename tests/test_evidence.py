@@ -3,16 +3,14 @@
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise import evidence
 from equipoise.errors import TaskError
-from equipoise.evidence import ForeignLoad, Verdict, contention, judge, mean_interval, median_of, paired_ratio
+from equipoise.evidence import Verdict, judge, mean_interval, median_of, paired_ratio
 
 ORDER = {"worse": 0, "inconclusive": 1, "not-worse": 2}
 VALUE = st.floats(-10, 10, allow_nan=False).map(lambda x: round(x, 3))
@@ -162,49 +160,6 @@ def test_a_ratio_needs_pairs() -> None:
     for base, other in (([], []), ([1.0], [1.0, 2.0])):
         with pytest.raises(TaskError, match="slices"):
             paired_ratio(base, other)
-
-
-@pytest.mark.parametrize(
-    ("foreign", "cores", "threads", "share"),
-    [(0, 2, 2, 0), (1, 2, 2, 0.5), (2, 2, 2, 1), (4, 8, 2, 0), (7, 8, 2, 0.5), (-0.1, 2, 2, 0)],
-)
-def test_only_the_cores_that_are_missed_count(foreign: float, cores: int, threads: int, share: float) -> None:
-    assert contention(foreign, cores, threads) == pytest.approx(share)
-
-
-def _proc(folder: Path, busy: int, sessions: dict[int, tuple[int, int]]) -> None:
-    """A /proc whose machine was busy that many ticks, and processes of (session, ticks)."""
-    folder.mkdir(exist_ok=True)
-    (folder / "stat").write_text(f"cpu  {busy} 0 0 5000 70 0 0 0 0 0\ncpu0 1 1\n")
-    for pid, (session, ticks) in sessions.items():
-        (folder / str(pid)).mkdir(exist_ok=True)
-        words = f"{pid} (a (b) c) S 1 {pid} {session} 0 -1 0 0 0 0 0 {ticks} 0 0 0 20"
-        (folder / str(pid) / "stat").write_text(words)
-
-
-def test_foreign_load_is_the_busy_time_that_is_not_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = iter([0.0, 0.1, 10.0])
-    monkeypatch.setattr(evidence.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(evidence.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(evidence.os, "sysconf", lambda name: 100)
-    own = iter([(1.0, 0.5), (1.0, 0.5), (2.0, 0.5)])
-    monkeypatch.setattr(evidence.os, "times", lambda: next(own))
-    proc = tmp_path / "proc"
-    _proc(proc, 1000, {7: (7, 100), 8: (7, 50), 9: (9, 30)})
-    load = ForeignLoad(2, [7], proc=str(proc))
-    assert load.share() is None  # 0.1 s: too short for ticks of 10 ms
-    # 20 s busy in 10 s: 12 s of session 7 are ours, process 9 and everything unseen are not.
-    _proc(proc, 3000, {7: (7, 1100), 8: (7, 250), 9: (9, 400)})
-    # This process's own second is taken off too: 7 foreign seconds in 10 s on 2 cores.
-    assert load.share() == pytest.approx(0.35)
-
-
-def test_without_counters_the_load_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 10.0])
-    monkeypatch.setattr(evidence.time, "perf_counter", lambda: next(clock))
-    assert ForeignLoad(2, proc=str(tmp_path)).share() is None
 
 
 def test_a_figure_is_known_when_most_seeds_have_it() -> None:

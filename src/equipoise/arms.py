@@ -24,7 +24,8 @@ from typing import Any
 
 from . import errors
 from .errors import RunError, TaskError
-from .evidence import FOREIGN_LIMIT, ForeignLoad
+from .evidence import FOREIGN_LIMIT
+from .foreign_load import ForeignLoad
 
 SLICE_S = 1.5
 """Long against a switch of processes (milliseconds), short against drifts of clock and temperature."""

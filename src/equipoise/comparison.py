@@ -23,7 +23,8 @@ import numpy as np
 from . import tally
 from .arms import Child, Race, Sink, Track
 from .errors import RunError, TaskError
-from .evidence import FOREIGN_LIMIT, ForeignLoad, Judgement, Ratio, Verdict, judge, paired_ratio
+from .evidence import FOREIGN_LIMIT, Judgement, Ratio, Verdict, judge, paired_ratio
+from .foreign_load import ForeignLoad
 from .policy import Plan
 
 TrainFunction = Callable[[int, str], Any]

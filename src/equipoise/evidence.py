@@ -18,12 +18,9 @@ metric's units. Seeds are the unit: cases inside one test set say nothing about 
 
 import html
 import math
-import os
 import statistics
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,8 +35,6 @@ RESAMPLES = 2000
 """Bootstrap resamples: the interval's ends move by less than its third digit from seed to seed."""
 FOREIGN_LIMIT = 0.25
 """A slice in which other processes took more than this share of the cores it needs proves nothing."""
-MIN_WINDOW_S = 0.2
-"""The shortest time over which ``/proc/stat`` tells a share to 5 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +130,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def _t(quantile: float, freedom: int) -> float:
-    from scipy import stats  # a second to import, and a Session needs this module for the foreign load only
+    from scipy import stats  # a second to import
 
     return float(stats.t.ppf(quantile, freedom))
 
@@ -255,61 +250,6 @@ def bootstrap_median(values: Sequence[float] | np.ndarray) -> tuple[float, float
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(np.median(data[picks], axis=1), [tail, 100 - tail])
     return float(low), float(high)
-
-
-class ForeignLoad:
-    """The share of the cores we need that other processes take.
-
-    Reads the machine's busy time from ``/proc/stat`` and takes off what the given sessions (process groups of
-    one terminal or one ``setsid``, workers included) used. Cores that would have been idle anyway are not
-    missed: with 8 cores and 2 threads, 4 busy foreign cores count as 0. Without ``/proc`` it is unknown.
-    """
-
-    def __init__(self, threads: int, sessions: Sequence[int] = (), *, proc: str = "/proc") -> None:
-        self._threads, self._sessions, self._proc = max(1, threads), {*sessions}, Path(proc)
-        self._cores = os.cpu_count() or 1
-        self._begin = self._read()
-
-    def share(self) -> float | None:
-        """The share since the last answer, from 0 up; None (the window goes on) when unknown or too short."""
-        now = self._read()
-        wall_s, busy_s, own_s = (a - b for a, b in zip(now, self._begin, strict=True))
-        # The counters tick every 10 ms: below that many ticks they say nothing.
-        if wall_s < MIN_WINDOW_S or math.isnan(busy_s):
-            return None
-        self._begin = now
-        return contention((busy_s - own_s) / wall_s, self._cores, self._threads)
-
-    def _read(self) -> tuple[float, float, float]:
-        own = sum(os.times()[:2]) + sum(_session_s(self._proc, self._sessions))
-        return time.perf_counter(), _busy_s(self._proc), own
-
-
-def contention(foreign_cores: float, cores: int, threads: int) -> float:
-    """The share of ``threads`` cores that is missing when others keep ``foreign_cores`` of ``cores`` busy."""
-    return max(0.0, foreign_cores - max(0, cores - threads)) / threads
-
-
-def _busy_s(proc: Path) -> float:
-    """Seconds that all cores together were not idle, stolen time included; NaN where nobody counts them."""
-    try:
-        fields = [int(word) for word in (proc / "stat").read_text().split("\n", 1)[0].split()[1:9]]
-        # user nice system idle iowait irq softirq steal
-        return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return math.nan
-
-
-def _session_s(proc: Path, sessions: set[int]) -> Iterator[float]:
-    """CPU seconds of each living process of the sessions, and of its children that ended."""
-    for path in proc.glob("[0-9]*/stat") if sessions else ():
-        try:
-            # After the name, which may hold blanks: session is the 4th word, utime to cstime are 12 to 15.
-            words = path.read_text().rpartition(")")[2].split()
-            if int(words[3]) in sessions:
-                yield sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError, IndexError):
-            continue
 
 
 def median_of(values: Sequence[float | None]) -> float | None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from . import ranks
 from .errors import FormatError, SessionError
-from .evidence import ForeignLoad
+from .foreign_load import ForeignLoad
 from .plan import choose
 from .plan.cost import LayerCall, gemm_volume, measure_layers, specs_of
 from .plan.machine import probe

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from equipoise.errors import EquipoiseError, UserError
-from equipoise.plan._host import Load, fingerprint, host_facts, threads_in_use
+from equipoise.plan._host import fingerprint, host_facts, threads_in_use
 from equipoise.plan._judge import judge, trust
 from equipoise.plan.machine import (
     SCHEMA,
@@ -473,22 +473,6 @@ def test_threads_are_torchs_own_once_it_is_loaded() -> None:
         assert threads_in_use(64) == 1
     finally:
         torch.set_num_threads(before)
-
-
-def test_foreign_load_is_what_does_not_fit_beside_us() -> None:
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    before = Load(wall_s=0.0, busy_s=100.0, own_s=0.0, main_s=0.0)
-
-    def share(others_s: float, threads: int, main_s: float = 1.0) -> float:
-        own_s = float(threads)
-        after = Load(wall_s=1.0, busy_s=100.0 + own_s + others_s, own_s=own_s, main_s=main_s)
-        return after.foreign_share(before, threads, computes_here=True)
-
-    assert share(0.0, cpus) == 0
-    assert share(0.5, cpus) == pytest.approx(0.5 / cpus)
-    assert share(cpus * 2.0, cpus) == 1
-    assert share(0.0, 1, main_s=0.4) == pytest.approx(0.6)
-    assert share(cpus - 1.0, 1) == pytest.approx(0.0)
 
 
 def test_the_parent_stays_free_of_torch(tmp_path: Path) -> None:

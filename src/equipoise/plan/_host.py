@@ -1,7 +1,7 @@
 """Facts about the host that need no torch, and the fingerprint that a cached probe is filed under.
 
 Enters: ``/proc``, ``/sys``, the environment and package metadata; whatever is missing becomes None or "".
-Leaves: a plain dict of facts, a fingerprint, and readings of how busy the processors are.
+Leaves: a plain dict of facts and a fingerprint.
 Where: before the first step, in the probe's parent and in its child.
 Source: ``proc(5)``, ``cgroups(7)``, the kernel's cpufreq documentation.
 """
@@ -11,11 +11,11 @@ import json
 import os
 import platform
 import sys
-import time
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from ..foreign_load import allowed_cpus
 
 ISA_LIMITS = (
     "ATEN_CPU_CAPABILITY",
@@ -51,7 +51,7 @@ def host_facts() -> dict[str, Any]:
         "cpu_features": processor["features"],
         "cores_physical": processor["cores"],
         "cores_logical": os.cpu_count() or 1,
-        "cpus_allowed": sorted(_allowed_cpus()),
+        "cpus_allowed": sorted(allowed_cpus()),
         "cgroup_cpus": _cgroup_quota(),
         "threads": threads_in_use(processor["cores"]),
         "governor": _governor(),
@@ -102,75 +102,10 @@ def threads_in_use(cores: int) -> int:
     return cores
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Clocks at one moment; two of them tell how much of the processors others took in between."""
-
-    wall_s: float
-    busy_s: float | None
-    """Seconds that the allowed processors were busy or stolen since boot; None without ``/proc/stat``."""
-    own_s: float
-    """Processor seconds of this process, all threads."""
-    main_s: float
-    """Processor seconds of the calling thread."""
-
-    @classmethod
-    def now(cls) -> "Load":
-        """Read all clocks."""
-        return cls(
-            wall_s=time.perf_counter(), busy_s=_busy_s(), own_s=time.process_time(), main_s=time.thread_time()
-        )
-
-    def foreign_share(self, since: "Load", threads: int, *, computes_here: bool) -> float:
-        """The share of the ``threads`` wanted that others kept from us between ``since`` and now, 0 to 1.
-
-        Others do no harm on processors that we don't want, so only what doesn't fit beside them counts. Where
-        the calling thread itself computes, the time that it did not run is a second witness: it works without
-        ``/proc`` and sees an OpenMP barrier that waits for a thread that others keep out.
-        """
-        wall_s = self.wall_s - since.wall_s
-        if wall_s <= 0:
-            return 0.0
-        share = max(0.0, 1 - (self.main_s - since.main_s) / wall_s) if computes_here else 0.0
-        # The kernel counts in ticks of 10 ms: a shorter window has no answer.
-        if self.busy_s is not None and since.busy_s is not None and wall_s >= 0.1:
-            others = max(0.0, self.busy_s - since.busy_s - (self.own_s - since.own_s)) / wall_s
-            too_many = others + threads - len(_allowed_cpus())
-            share = max(share, too_many / threads)
-        return min(1.0, max(0.0, share))
-
-
-def _busy_s() -> float | None:
-    """Seconds since boot in which the processors that this process may use worked, or were stolen from us."""
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-        ticks = os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, AttributeError):
-        return None
-    allowed = _allowed_cpus()
-    busy, seen = 0, False
-    for line in lines:
-        name, *counts = line.split()
-        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in allowed:
-            user, nice, system, _idle, _iowait, irq, softirq, steal = (
-                int(c) for c in (*counts, "0", "0")[:8]
-            )
-            busy += user + nice + system + irq + softirq + steal
-            seen = True
-    return busy / ticks if seen else None
-
-
-def _allowed_cpus() -> set[int]:
-    """Numbers of the logical processors that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
-
-
 def _cpuinfo() -> dict[str, Any]:
     """Name, number-format features and usable physical cores, from ``/proc/cpuinfo`` where there is one."""
     name, flags, cores = platform.processor() or platform.machine(), set[str](), set[tuple[str, str]]()
-    allowed = _allowed_cpus()
+    allowed = allowed_cpus()
     for block in _read("/proc/cpuinfo").split("\n\n"):
         entries = {
             key.strip(): value.strip()
@@ -244,7 +179,7 @@ def _cgroup_values(controller: str, unified_file: str, legacy_file: str) -> list
 
 def _governor() -> str:
     """The frequency governors in use, most often one; "" where the kernel shows none."""
-    paths = (f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor" for cpu in sorted(_allowed_cpus()))
+    paths = (f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor" for cpu in sorted(allowed_cpus()))
     return "+".join(sorted({text for path in paths if (text := _read(path).strip())}))
 
 

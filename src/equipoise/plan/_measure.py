@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
+from ..foreign_load import Clocks
 from ..records import Timing
 from ._faults import faults_of
-from ._host import NOISY_SHARE, Load
+from ._host import NOISY_SHARE
 from ._workloads import Arithmetic, Call, Family, Size, families
 
 Emit = Callable[..., None]
@@ -74,7 +75,7 @@ class Prober:
     def family(self, family: Family, threads: int) -> float:
         """Time one operator at growing sizes; returns the share that others kept from us meanwhile."""
         torch.set_num_threads(threads)
-        since = Load.now()
+        since = Clocks.now()
         share = 0.0
         for size in family.sizes:
             for direction, calls in self._build(family, size, threads).items():
@@ -100,9 +101,9 @@ class Prober:
             clock="processor" if self._alone(threads) else "wall",
         )  # fmt: skip
 
-    def _foreign_share(self, since: Load, threads: int) -> float:
+    def _foreign_share(self, since: Clocks, threads: int) -> float:
         here = self._device.type == "cpu"
-        return Load.now().foreign_share(since, threads if here else 1, computes_here=here)
+        return Clocks.now().foreign_share(since, threads if here else 1, computes_here=here)
 
     def _build(self, family: Family, size: Size, threads: int) -> dict[str, dict[str, Call]]:
         """The calls of one size by direction and format, without those that would burst their box."""
