@@ -2,7 +2,11 @@
 
 Enters: the user's optimizer. Leaves: the same object, whose ``step`` uses torch's fused kernel. Where: at the
 end of a step. The fused kernel computes the same update and may differ from the loop over parameters in the
-last digits.
+last digits. On the CPU it walks weight and state in memory order: state that lies otherwise than its weight
+would be mixed up without a word (torch 2.13), so it is laid out alike before.
+
+A state dict that leaves the optimizer has the user's own settings, and one that enters doesn't switch the
+kernel.
 Source: ``torch.optim`` (``fused=``, and the attributes that ``GradScaler`` reads from a fused optimizer).
 """
 
@@ -14,6 +18,7 @@ import torch
 from ..errors import SessionError
 
 _FUSABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_SETTINGS = ("fused", "foreach")
 _AMP_ATTRIBUTES = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 
 
@@ -54,12 +59,9 @@ def can_fuse(optimizer: Any) -> bool:
     if type(optimizer) not in _FUSABLE:
         return False
     for group in optimizer.param_groups:
-        if (
-            group.get("fused")
-            or group.get("differentiable")
-            or group.get("capturable")
-            or group.get("foreach")
-        ):
+        if group.get("fused") is not None:  # False is a choice too
+            return False
+        if any(group.get(key) for key in ("differentiable", "capturable", "foreach")):
             return False
         for p in group["params"]:
             if not (p.is_floating_point() and type(p.data) is torch.Tensor and p.layout is torch.strided):
@@ -79,17 +81,34 @@ class Fused:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = inner_optimizer(optimizer)
         self._defaults = dict(self._optimizer.defaults)
-        self._groups = [
-            (group, {k: group.get(k) for k in ("fused", "foreach")}) for group in self._optimizer.param_groups
-        ]
+        # By position: loading a state makes new groups, and groups are only ever added at the end.
+        self._settings = [{k: group.get(k) for k in _SETTINGS} for group in self._optimizer.param_groups]
         self._attributes = {k: self._optimizer.__dict__.get(k) for k in _AMP_ATTRIBUTES}
         self._optimizer.defaults["fused"] = True  # groups that the user adds later
-        for group in self._optimizer.param_groups:
-            group["fused"] = True
-            group["foreach"] = False
         for key in _AMP_ATTRIBUTES:
             setattr(self._optimizer, key, True)
+        self._switch_on(self._optimizer)
+        self._handles = [
+            self._optimizer.register_load_state_dict_post_hook(self._switch_on),
+            self._optimizer.register_state_dict_post_hook(self._leave_out),
+        ]
+
+    def _switch_on(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["fused"] = True
+            group["foreach"] = False
+        lay_out_state(optimizer)
         self._move_step_counts(to_device=True)
+
+    def _leave_out(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**group, **self._own(i)} for i, group in enumerate(state["param_groups"])]
+        return {**state, "param_groups": groups}
+
+    def _own(self, index: int) -> dict[str, Any]:
+        """The user's settings of a group; the optimizer's defaults for one added since."""
+        if index < len(self._settings):
+            return self._settings[index]
+        return {k: self._defaults.get(k) for k in _SETTINGS}
 
     def _move_step_counts(self, *, to_device: bool) -> None:
         # The fused kernel wants the count beside the weights, the other updates want it on the host.
@@ -100,16 +119,29 @@ class Fused:
 
     def remove(self) -> None:
         """Back to the user's own settings, for groups added since too."""
+        for handle in self._handles:
+            handle.remove()
         self._move_step_counts(to_device=False)
-        known = {id(group): settings for group, settings in self._groups}
         self._optimizer.defaults["fused"] = self._defaults.get("fused")
-        for group in self._optimizer.param_groups:
-            group.update(known.get(id(group), {k: self._defaults.get(k) for k in ("fused", "foreach")}))
+        for i, group in enumerate(self._optimizer.param_groups):
+            group.update(self._own(i))
         for key, value in self._attributes.items():
             if value is None:
                 self._optimizer.__dict__.pop(key, None)
             else:
                 setattr(self._optimizer, key, value)
+
+
+def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """Lay out each state tensor as its weight lies in memory; values stay."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if (
+                type(value) is torch.Tensor
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _cloned(value: Any) -> Any:
@@ -126,15 +158,21 @@ def cloned_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """``optimizer.load_state_dict`` that keeps each tensor's own dtype: torch casts state to the weights'
-    dtype.
+    """``optimizer.load_state_dict`` that keeps each tensor's own dtype and this optimizer's kernel.
+
+    Torch casts state to the weights' dtype, and takes ``fused`` and ``foreach`` from the state.
     """
+    inner = inner_optimizer(optimizer)
+    kernels = [{k: group[k] for k in _SETTINGS if k in group} for group in inner.param_groups]
     optimizer.load_state_dict(saved)
+    for group, kernel in zip(inner.param_groups, kernels, strict=True):
+        group.update(kernel)
     by_index = saved.get("state", {})
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in inner.param_groups for p in group["params"]]
     indices = [i for group in saved.get("param_groups", ()) for i in group["params"]]
     for parameter, index in zip(parameters, indices, strict=False):
-        own = optimizer.state.get(parameter, {})
+        own = inner.state.get(parameter, {})
         for key, value in by_index.get(index, {}).items():
             if isinstance(value, torch.Tensor) and key in own and own[key].dtype != value.dtype:
                 own[key] = value.detach().to(own[key].device, copy=True)
+    lay_out_state(inner)
