@@ -9,12 +9,17 @@ The way of a planning: quick probe (cached) -> costs of the model's own layers -
 back, and the optimizer's update. Rounds are interleaved, and a round that foreign load disturbed is void.
 """
 
+import copy
+import random
 import time
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,11 +27,11 @@ from . import ranks
 from .errors import FormatError, SessionError
 from .foreign_load import ForeignLoad
 from .plan import choose
-from .plan.cost import LayerCall, gemm_volume, measure_layers, specs_of
+from .plan.cost import LayerCall, first_line, gemm_volume, measure_layers, specs_of
 from .plan.machine import probe
 from .policy import Plan, Policy
 from .records import Choice, LayerCost, Machine
-from .step.cast import NARROWABLE, Casts, layer_formats, unwrapped
+from .step.cast import NARROWABLE, Casts, layer_formats, map_tensors, unwrapped
 from .step.layout import ChannelsLast, has_conv_weights
 from .step.optim import Fused, can_fuse, cloned_state, inner_optimizer
 from .watch.rng import rng_state, set_rng_state
@@ -57,52 +62,94 @@ SETTLE_ROUNDS = 7
 """Rounds after which a clear answer ends the race: before that an interval of the median says little."""
 
 
+CALLS_KEPT = 4
+"""Latest calls of a model that are kept until a backward shows which of them make the step."""
+
+
+def _nothing(*_: Any) -> None:
+    """What a recorder's hook becomes in a copy of the model."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+class _Hook:
+    """A hook of the recorder; a copy or a pickle of the model doesn't report to it."""
+
+    def __init__(self, see: Callable[..., None]) -> None:
+        self._see = see
+
+    def __call__(self, *args: Any) -> None:
+        if torch.is_grad_enabled():
+            self._see(*args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+@dataclass(slots=True)
+class _RootCall:
+    """One call of the model, and the gradients that came back to what it gave."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grads: list[torch.Tensor | None]
+
+
 class Recorder:
-    """Sees the first step: each layer's call, the root's inputs, and the gradients of its outputs."""
+    """Sees the first step: each layer's call, the root's inputs, and the gradients of its outputs.
+
+    What the first backward reaches is the step; calls before it that no gradient reaches (a dry run, an
+    evaluation) aren't part of it, nor are later ones (further micro-batches).
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self.calls: dict[str, LayerCall] = {}
-        self._root = root
-        self._replays: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], list[torch.Tensor | None]]] = []
+        self._replays: list[_RootCall] = []
         self._handles: list[Any] = []
         for name, module in root.named_modules():
             if isinstance(module, NARROWABLE):
-                self._handles.append(
-                    module.register_forward_pre_hook(self._layer_hook(name), with_kwargs=True)
-                )
+                hook = _Hook(partial(self._see_layer, name))
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         heads = list(root) if type(root) is nn.ModuleList else [root]
-        self._handles += [head.register_forward_hook(self._root_hook, with_kwargs=True) for head in heads]
+        for head in heads:
+            self._handles.append(head.register_forward_hook(_Hook(self._see_root), with_kwargs=True))
 
-    def _layer_hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in self.calls and torch.is_grad_enabled():
-                self.calls[name] = LayerCall(specs_of(args), specs_of(kwargs))
+    @property
+    def _complete(self) -> bool:
+        return any(grad is not None for call in self._replays for grad in call.grads)
 
-        return hook
+    def _see_layer(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in self.calls or not self._complete:
+            self.calls[name] = LayerCall(specs_of(args), specs_of(kwargs))
 
-    def _root_hook(
+    def _see_root(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if not torch.is_grad_enabled() or any(seen is module for seen, *_ in self._replays):
+        outputs = _grad_tensors(output)
+        if not outputs or self._complete:
             return
-        grads: list[torch.Tensor | None] = []
-        for i, tensor in enumerate(_grad_tensors(output)):
-            grads.append(None)
-            tensor.register_hook(_keeper(grads, i))  # type: ignore[no-untyped-call]
-        if grads:
-            self._replays.append((module, args, kwargs, grads))
+        earlier = [call for call in self._replays if call.module is module]
+        if len(earlier) >= CALLS_KEPT:
+            self._replays.remove(earlier[0])
+        grads: list[torch.Tensor | None] = [None] * len(outputs)
+        for i, tensor in enumerate(outputs):
+            self._handles.append(tensor.register_hook(_keeper(grads, i)))  # type: ignore[no-untyped-call]
+        self._replays.append(_RootCall(module, map_tensors(args, _own), map_tensors(kwargs, _own), grads))
 
     def replay(self) -> "RunStep | None":
         """Forward and backward of the recorded step; None when it had no output that reached the loss."""
-        recorded = [r for r in self._replays if any(g is not None for g in r[3])]
+        recorded = [call for call in self._replays if any(g is not None for g in call.grads)]
         if not recorded:
             return None
 
         def run(context: Context) -> None:
-            for module, args, kwargs, grads in recorded:
+            for call in recorded:
                 with context():
-                    outputs = _grad_tensors(module(*args, **kwargs))
-                pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
+                    outputs = _grad_tensors(call.module(*call.args, **call.kwargs))
+                pairs = [(o, g) for o, g in zip(outputs, call.grads, strict=True) if g is not None]
                 torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs])
 
         return run
@@ -122,62 +169,112 @@ def _keeper(grads: list[torch.Tensor | None], i: int) -> Callable[[torch.Tensor]
     return keep
 
 
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy without history: a replay neither needs the graph before the model nor touches the batch."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 def _grad_tensors(value: Any) -> list[torch.Tensor]:
-    """Tensors inside nested containers and dataclass-like outputs that a gradient can reach, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value] if value.requires_grad else []
-    if isinstance(value, Mapping):
-        return [t for v in value.values() for t in _grad_tensors(v)]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _grad_tensors(v)]
-    return []
+    """Tensors inside nested containers and dataclasses that a gradient can reach, in order."""
+    found: list[torch.Tensor] = []
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(value, see)
+    return found
+
+
+_PLAIN_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
+
+
+class _Kept:
+    """The attributes of an object as they were; what plain containers and generators among them hold, too.
+
+    A forward may count its calls, append to a list, reassign a buffer or draw from a generator of its own.
+    """
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self._attributes = attributes
+        self._before = dict(attributes)
+        self._contents = [(v, copy.copy(v)) for v in self._before.values() if type(v) in _PLAIN_CONTAINERS]
+        self._states = [pair for v in self._before.values() if (pair := _generator_state(v)) is not None]
+
+    def put_back(self) -> None:
+        self._attributes.clear()
+        self._attributes.update(self._before)
+        for container, content in self._contents:
+            container.clear()
+            container.extend(content) if hasattr(container, "extend") else container.update(content)
+        for set_state, state in self._states:
+            set_state(state)
+
+
+def _generator_state(value: Any) -> tuple[Callable[[Any], Any], Any] | None:
+    """A generator's own way to take a state, and its present one; None for anything else."""
+    if isinstance(value, (torch.Generator, np.random.RandomState)):
+        return value.set_state, value.get_state()
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state"), copy.deepcopy(value.bit_generator.state)
+    return (value.setstate, value.getstate()) if isinstance(value, random.Random) else None
+
+
+def _tensors_of(root: nn.Module, inner: list[Any]) -> list[torch.Tensor]:
+    """Everything that a step may change in place: parameters, buffers, tensors kept as plain attributes."""
+    owned = [p for o in inner for group in o.param_groups for p in group["params"]]
+    loose = [v for m in root.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    tensors = {id(t): t for t in [*root.parameters(), *root.buffers(), *owned, *loose]}
+    return [t for t in tensors.values() if not t.is_inference()]
 
 
 @contextmanager
 def restored(root: nn.Module, optimizers: list[Any]) -> Iterator[Callable[[], None]]:
-    """Run anything on the model; afterwards weights, buffers, gradients, optimizer state and RNG are the same
-    bits.
+    """Run anything on the model; afterwards weights, buffers, gradients, optimizer state, RNG and attributes
+    of modules are the same bits.
 
     The user's storages are put aside and copies trained on, so nothing is lost when a trial fails or is
     interrupted. Yields a function that puts the copies back to the start, for the next trial.
     """
     inner = [inner_optimizer(o) for o in optimizers]
-    owned = {id(p): p for o in inner for g in o.param_groups for p in g["params"]}
-    tensors = list({**{id(t): t for t in [*root.parameters(), *root.buffers()]}, **owned}.values())
-    kept = [(t, t.data, t.grad, t.requires_grad) for t in tensors]
-    states = [(o, dict(o.state), o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks) for o in inner]
-    modes = [(m, m.training) for m in root.modules()]
+    kept = [
+        (t, t.data, t.grad if t.is_leaf else None, t.requires_grad if t.is_leaf else None)
+        for t in _tensors_of(root, inner)
+    ]
+    attributes = [_Kept(vars(m)) for m in root.modules()]
+    attributes += [_Kept(group) for o in inner for group in o.param_groups]
+    attributes += [_Kept(vars(o)) for o in inner]
     rng = rng_state()
 
+    def put_back_attributes() -> None:
+        for owner in attributes:
+            owner.put_back()
+
     def start() -> None:
-        for tensor, data, _, _ in kept:
+        put_back_attributes()
+        for tensor, data, _, requires_grad in kept:
             tensor.data = data.clone()
-            tensor.grad = None
-        for o, state, *_ in states:
-            o.state.clear()
-            o.state.update(state)
+            if requires_grad is not None:
+                tensor.grad = None
+        for o in inner:
             copies = cloned_state(o)
             o.state.clear()
             o.state.update(copies)
-            o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks = (
-                type(o._optimizer_step_pre_hooks)(),
-                type(o._optimizer_step_post_hooks)(),
-            )
+            # The user's own hooks don't see the trials.
+            o._optimizer_step_pre_hooks = type(o._optimizer_step_pre_hooks)()
+            o._optimizer_step_post_hooks = type(o._optimizer_step_post_hooks)()
 
     try:
         start()
         yield start
     finally:
+        put_back_attributes()
         for tensor, data, grad, requires_grad in kept:
             tensor.data = data
-            tensor.grad = grad
-            tensor.requires_grad_(requires_grad)
-        for o, state, pre, post in states:
-            o.state.clear()
-            o.state.update(state)
-            o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks = pre, post
-        for module, training in modes:
-            module.training = training
+            if requires_grad is not None:
+                tensor.grad = grad
+                tensor.requires_grad_(requires_grad)
         set_rng_state(rng)
 
 
@@ -248,7 +345,9 @@ def plan_session(bench: Workbench, limit_s: float | None) -> Plan:
     answer: Plan | Exception | None = None
     if ranks.rank() == 0:
         try:
-            answer = _plan(bench, MAX_PLAN_S if limit_s is None else limit_s)
+            # Whatever context the user calls from: an arm's format is its own, and a replay has a backward.
+            with torch.enable_grad(), torch.autocast(bench.device.type, enabled=False):
+                answer = _plan(bench, MAX_PLAN_S if limit_s is None else limit_s)
         except Exception as error:
             if ranks.world_size() == 1:
                 raise
@@ -319,6 +418,8 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
     }
     formats_of |= {a.name: layer_formats(bench.root, bench.format_names(a.policy)) for a in arms}
     plan = choose.decide(race, half, kept, formats_of, notes)
+    if plan is None and len(race.dropped) == len(arms):
+        return static(f"a step of this model can't be repeated: {race.dropped[arms[0].name]}")
     if plan is None:
         return static(f"{race.rounds} undisturbed rounds, {race.voided} disturbed by foreign load")
     return plan
@@ -398,34 +499,62 @@ class _Runner:
             torch.accelerator.synchronize(self._bench.device)
 
 
+def _runners(
+    bench: Workbench,
+    arms: list[choose.Arm],
+    start: Callable[[], None],
+    deadline: float,
+    dropped: dict[str, str],
+) -> dict[str, _Runner]:
+    """Every arm run once, to warm it and to learn how long it takes; those that fail are dropped.
+
+    Ends when the next arm would overrun the time.
+    """
+    runners: dict[str, _Runner] = {}
+    for arm in arms:
+        runner = _Runner(bench, arm, start)
+        began = time.perf_counter()
+        try:
+            first = runner.time(1, 1 if not runners else 0)
+        except Exception as error:  # the user's own code may raise anything when it is called again
+            dropped[arm.name] = first_line(error)
+            continue
+        runner.steps = max(1, min(1000, int(READING_S / max(first, 1e-6))))
+        runners[arm.name] = runner
+        if 2 * time.perf_counter() - began > deadline:
+            break
+    return runners
+
+
+def _round(runners: list[_Runner], deadline: float, dropped: dict[str, str]) -> dict[str, float]:
+    """A reading of each; fewer when the time is over, or when an arm fails and is dropped."""
+    readings: dict[str, float] = {}
+    for runner in runners:
+        if time.perf_counter() > deadline:
+            break
+        try:
+            readings[runner.arm.name] = runner.time(runner.steps, int(runner.steps > 1))
+        except Exception as error:
+            dropped[runner.arm.name] = first_line(error)
+    return readings
+
+
 def _race(
     bench: Workbench, arms: list[choose.Arm], start: Callable[[], None], began: float, limit_s: float
 ) -> choose.Race:
     """Interleaved rounds until the time is spent, or until more rounds wouldn't change the answer."""
-    runners: dict[str, _Runner] = {}
     dropped: dict[str, str] = {}
     times: dict[str, list[float | None]] = {arm.name: [] for arm in arms}
-    for arm in arms:
-        runner = _Runner(bench, arm, start)
-        try:
-            first = runner.time(1, 1 if not runners else 0)
-            runner.steps = max(1, min(1000, int(READING_S / max(first, 1e-6))))
-            runners[arm.name] = runner
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            dropped[arm.name] = (str(error).splitlines() or [type(error).__name__])[0][:160]
+    runners = _runners(bench, arms, start, began + limit_s, dropped)
     rounds = _Rounds(times)
     running = list(runners)
     for turn in range(2 * MAX_ROUNDS):
         spent = (time.perf_counter() - began) / limit_s
         bench.progress(max(spent, rounds.kept / MAX_ROUNDS), f"racing {len(running)} ways, round {turn + 1}")
         order = running[turn % len(running) :] + running[: turn % len(running)] if running else []
-        readings: dict[str, float] = {}
-        for name in order:
-            if time.perf_counter() > began + limit_s:
-                break
-            runner = runners[name]
-            readings[name] = runner.time(runner.steps, int(runner.steps > 1))
-        if len(readings) < len(order) or not order:
+        readings = _round([runners[name] for name in order], began + limit_s, dropped)
+        running = [name for name in running if name not in dropped]
+        if len(readings) < len(running) or not running:
             break
         rounds.add(readings)
         if rounds.kept >= choose.MIN_ROUNDS:

@@ -69,7 +69,8 @@ def _describe(value: Any) -> Any:
 def specs_of(value: Any) -> Any:
     """Arguments with floating tensors replaced by their specs; masks, indices and numbers as they are."""
     if isinstance(value, torch.Tensor):
-        return TensorSpec.of(value) if value.is_floating_point() else value.detach()
+        plain = value.is_floating_point() and value.layout is torch.strided
+        return TensorSpec.of(value) if plain else value.detach()
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(specs_of(v) for v in value)
     return {k: specs_of(v) for k, v in value.items()} if type(value) is dict else value
@@ -137,7 +138,6 @@ def time_layer(
         device: where the layer lives.
         box_s: seconds for this layer; every format gets at least one call.
     """
-    copied = _bare_copy(layer)
     runners: dict[str, Callable[[], None]] = {}
     times: dict[str, list[float]] = {}
     answer: dict[str, Timing | str] = {}
@@ -146,12 +146,16 @@ def time_layer(
     x = torch.ones((), device=device, requires_grad=True)
     torch.autograd.grad(x * x, x, torch.ones_like(x))
     began = time.perf_counter()
+    try:
+        copied = _bare_copy(layer)
+    except Exception as error:  # a layer of the user's own may hold anything
+        return {name: f"this layer can't be copied: {first_line(error)}" for name in formats}
     for name, dtype in formats.items():
         try:
             run = _runner(copied, call, dtype, device)
             once = _chunk(run, 1)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            answer[name] = f"{name} can't run this layer: {str(error).splitlines()[0][:120]}"
+        except Exception as error:  # whatever a kernel or the layer's own code says
+            answer[name] = f"{name} can't run this layer: {first_line(error)}"
             continue
         runners[name], times[name] = run, [once]
         calls = max(1, min(200, int(CHUNK_S / once))) if name == "fp32" else calls
@@ -174,8 +178,18 @@ def _told_apart(times: Mapping[str, Sequence[float]]) -> bool:
     )
 
 
+def first_line(error: Exception) -> str:
+    """What went wrong, in one short line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
+
 def _bare_copy(layer: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(layer)
+    # deepcopy refuses what was computed from parameters (weight_norm keeps its weight as such a tensor).
+    computed = [v for m in layer.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    memo: dict[int, Any] = {
+        id(v): v.detach().clone().requires_grad_(v.requires_grad) for v in computed if not v.is_leaf
+    }
+    copied = copy.deepcopy(layer, memo)
     for module in copied.modules():
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             getattr(module, hooks).clear()

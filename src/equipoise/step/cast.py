@@ -93,31 +93,36 @@ def layer_formats(model: nn.Module, formats: Mapping[str, str]) -> dict[str, str
     }
 
 
-def _map_floats(value: Any, accepts: Callable[[torch.Tensor], bool], dtype: torch.dtype) -> Any:
-    """``value`` with each floating tensor that ``accepts`` says yes to in ``dtype``; containers kept."""
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with each tensor changed: in lists, tuples, named tuples, dicts and dataclasses, which are
+    copied.
+    """
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if accepts(value) else value
+        return change(value)
     if isinstance(value, (list, tuple)):
-        items = [_map_floats(v, accepts, dtype) for v in value]
+        items = [map_tensors(v, change) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        items_by_key = {k: _map_floats(v, accepts, dtype) for k, v in value.items()}
-        if type(value) is dict:
-            return items_by_key
-        if all(items_by_key[k] is v for k, v in value.items()):
+        values = {k: map_tensors(v, change) for k, v in value.items()}
+        if type(value) is dict or all(values[k] is v for k, v in value.items()):
+            return values if type(value) is dict else value
+        copied = copy.copy(value)  # a subclass, such as a Hugging Face output, keeps its type
+        for k, v in values.items():
+            copied[k] = v
+        return copied
+    if is_dataclass(value) and not isinstance(value, type):
+        values = {f.name: map_tensors(getattr(value, f.name), change) for f in fields(value)}
+        if all(getattr(value, k) is v for k, v in values.items()):
             return value
-        value = copy.copy(value)  # a subclass, such as a Hugging Face output, keeps its type
-        for k, v in items_by_key.items():
-            value[k] = v
-    elif is_dataclass(value) and not isinstance(value, type):
-        old = {f.name: getattr(value, f.name) for f in fields(value)}
-        new = {k: _map_floats(v, accepts, dtype) for k, v in old.items()}
-        if all(new[k] is v for k, v in old.items()):
-            return value
-        value = copy.copy(value)
-        for k, v in new.items():
-            object.__setattr__(value, k, v)  # a frozen one too: it is our copy
+        twin: Any = copy.copy(value)
+        for k, v in values.items():
+            object.__setattr__(twin, k, v)  # a frozen one too: it is our copy
+        return twin
     return value
+
+
+def _widened(value: Any) -> Any:
+    return map_tensors(value, lambda t: t.float() if is_half(t) else t)
 
 
 def is_half(tensor: torch.Tensor) -> bool:
@@ -126,8 +131,7 @@ def is_half(tensor: torch.Tensor) -> bool:
 
 
 def _forward_wide(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    args = _map_floats(args, is_half, torch.float32)
-    kwargs = _map_floats(kwargs, is_half, torch.float32)
+    args, kwargs = _widened(args), _widened(kwargs)
     device = self.__dict__["_equipoise_device"]
     if not torch.is_autocast_enabled(device):
         return self.__dict__[_OWN_FORWARD](*args, **kwargs)
@@ -138,7 +142,7 @@ def _forward_wide(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _forward_narrow(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with torch.autocast(self.__dict__["_equipoise_device"], dtype=self.__dict__["_equipoise_dtype"]):
         out = self.__dict__[_OWN_FORWARD](*args, **kwargs)
-    return _map_floats(out, is_half, torch.float32)
+    return _widened(out)
 
 
 def _forward_other_half(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
