@@ -21,9 +21,10 @@ from equipoise.evaluation import first_nonfinite, out_of_memory
 from equipoise.policy import Plan
 from equipoise.rundir import RunDirectory
 from equipoise.task import Task
-from equipoise.trainer import Trainer, pick_device
+from equipoise.trainer import ReadersGone, Stopped, Trainer, pick_device
 from equipoise.watch import snapshot
 from equipoise.watch.files import Disk
+from equipoise.watch.rng import rng_state
 from tiny_runs import differences, result_of, write_task
 
 
@@ -345,13 +346,13 @@ def test_evaluation_disturbs_nothing():
     trainer = Trainer(_task(model=model, predict=predict), seed=0, precision="fp32")
     trainer.advance(1)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    generators = snapshot.pack(snapshot.rng_state())
+    generators = snapshot.pack(rng_state())
     first, second = trainer.evaluate("val"), trainer.evaluate("val")
     assert first.metric == second.metric and first.scores.dtype == np.float32
     assert differences(first.scores.tolist(), second.scores.tolist()) == []
     assert [m.training for m in model] == [False, True, True, True] and model.training
     assert differences(before, dict(model.state_dict())) == []
-    assert differences(generators, snapshot.pack(snapshot.rng_state())) == []
+    assert differences(generators, snapshot.pack(rng_state())) == []
 
 
 def test_evaluation_is_in_order_and_under_the_plan():
@@ -464,3 +465,18 @@ def test_disk_copies_of_a_run_can_be_resumed_elsewhere(tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(out, moved)
     assert run.resume(out, tasks.resolve).metrics["test"] == run.resume(moved, tasks.resolve).metrics["test"]
+
+
+@pytest.mark.parametrize(("asked", "raised"), [(True, Stopped), (False, ReadersGone)])
+def test_readers_that_end_in_an_evaluation_are_told_from_a_stop(asked, raised):
+    class Gone:
+        def ordered(self, size):
+            yield torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)
+            asked_to.append(asked)
+            raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
+
+    asked_to = []
+    trainer = Trainer(_task(), seed=0, precision="fp32", device="cpu")
+    trainer._eval_feeds["val"] = Gone()
+    with pytest.raises(raised):
+        trainer.evaluate("val", lambda: bool(asked_to and asked_to[-1]))

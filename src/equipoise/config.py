@@ -4,7 +4,6 @@ Enters: the options of ``equipoise train``. Leaves: one checked value and its TO
 step, and at every resume; no torch. A key that isn't known is an error that names the nearest one.
 """
 
-import difflib
 import tomllib
 import types
 import typing
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import RunError
+from .errors import RunError, did_you_mean
 
 RUN_SCHEMA = 1
 """Version of a run directory; one of another version is refused."""
@@ -94,8 +93,7 @@ class RunConfig:
 def _check_keys(path: Path, data: dict[str, Any], hints: dict[str, Any]) -> None:
     for key, value in data.items():
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(key, hints)
             raise RunError(f"unknown key {key!r} in {str(path)!r}; allowed: {', '.join(hints)}{hint}")
         allowed = _plain_types(hints[key])
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):

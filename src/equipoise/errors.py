@@ -14,6 +14,9 @@
 A message says what came, what is allowed, and what to do.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class EquipoiseError(Exception):
     """Root of all errors that Equipoise raises by itself."""
@@ -53,3 +56,9 @@ class NonFiniteError(EquipoiseError, ArithmeticError):
 
 class StallError(NonFiniteError):
     """Skipped steps in a row without end: training stands still."""
+
+
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
+    """The end of a message on an unknown word: the nearest allowed one; empty where none is near."""
+    near = difflib.get_close_matches(word, list(allowed), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -16,7 +16,7 @@ from torch import nn
 
 from .errors import NonFiniteError, TaskError
 from .task import Task
-from .watch.snapshot import own_rng, seed_everything
+from .watch.rng import own_rng, seed_everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,9 @@ largest = (2 - 2^-m) 2^emax (E4M3 gives one code to NaN: (2 - 2^(1-m)) 2^8 = 448
 smallest subnormal = 2^(emin - m), epsilon = 2^-m (the distance from 1 to the next number).
 """
 
-import difflib
 from dataclasses import dataclass
 
-from .errors import FormatError
+from .errors import FormatError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,6 @@ def format_named(text: object) -> Format:
             raise FormatError(
                 f"format {key!r} is known but can't be trained in yet; allowed: {', '.join(TRAINABLE)}"
             )
-        near = difflib.get_close_matches(key, _MIXED, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(key, _MIXED)
         raise FormatError(f"unknown format {text!r}; allowed: {', '.join(TRAINABLE)}{hint}")
     return FORMATS[name]

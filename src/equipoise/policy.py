@@ -22,7 +22,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .errors import FormatError, PolicyError
+from .errors import FormatError, PolicyError, did_you_mean
 from .formats import format_named
 from .records import Choice
 
@@ -171,9 +171,8 @@ class Plan:
     """Whether optimizers use torch's one-kernel update; False leaves each as the user made it."""
     choices: Sequence[Choice] = ()
     source: str = "named"
-    """``named`` (asked for by format), ``static`` (default, nothing could be told apart), ``auto`` (measured)
-    or
-    ``pinned`` (read from a file)."""
+    """``named`` (asked for by format), ``static`` (the default: nothing could be told apart), ``auto``
+    (measured) or ``pinned`` (read from a file)."""
     note: str = ""
     """One sentence for people: what was decided, or why nothing could be."""
 
@@ -226,14 +225,11 @@ class Plan:
             raise PolicyError(
                 f"the plan has no 'schema = {PLAN_SCHEMA}'; it was written by another version: plan again"
             )
-        known = [f for f in cls.__dataclass_fields__]
+        known = list(cls.__dataclass_fields__)
         for key in data:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                raise PolicyError(
-                    f"unknown key {key!r} in the plan; allowed: {', '.join(known)}"
-                    + (f"; did you mean {near[0]!r}?" if near else "")
-                )
+                hint = did_you_mean(key, known)
+                raise PolicyError(f"unknown key {key!r} in the plan; allowed: {', '.join(known)}{hint}")
         _check_types(data)
         try:
             choices = tuple(Choice(**c) for c in data.pop("choices", ()))

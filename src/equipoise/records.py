@@ -4,11 +4,12 @@ Enters: what one part measured or decided. Leaves: the same, to another part, a 
 Where: everywhere; each record says who makes it and who reads it.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +136,10 @@ class StepParts:
     """Everything that is ours: checks, scaling, reports."""
 
 
+PARTS = tuple(part.name for part in fields(StepParts))
+"""The parts of a step, in the order in which a batch meets them."""
+
+
 class StepReport:
     """What one step did. Reading ``loss`` or ``grad_norm`` is the documented host sync; the rest is free."""
 
@@ -196,12 +201,14 @@ class StepReport:
         return f"StepReport(step={self.step})"
 
 
-class Trial(Protocol):
-    """Runs real steps, then puts everything back, bit for bit. Made by ``trials.py``; used by planners."""
-
-    def __call__(self, steps: int) -> Sequence[float]:
-        """Seconds of each of ``steps`` steps."""
-
-
 ReportSink = Callable[[dict[str, Any]], None]
 """``on_report=``: gets flat scalars on sampled steps."""
+
+
+def finite_only(value: Any) -> Any:
+    """Plain data with None for numbers that are not finite: JSON has none."""
+    if isinstance(value, Mapping):
+        return {str(k): finite_only(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_only(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

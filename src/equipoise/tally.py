@@ -21,13 +21,13 @@ from .arms import Track, disturbed, settled
 from .errors import RunError
 from .evidence import Judgement, Ratio, bootstrap_median, mean_interval, median_of, paired_ratio
 from .policy import Plan
+from .records import PARTS, finite_only
 from .watch.files import Disk, explained, make_directories, put
 
 SCHEMA = 1
 """Version of ``comparison.json``."""
 WORTH_SAYING = 1.01
 """A gain below 1 % is within what a race can tell."""
-PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "machinery_s")
 
 
 def ratio_of(base: Mapping[int, Track], other: Mapping[int, Track]) -> Ratio:
@@ -230,13 +230,4 @@ def save(folder: Path, result: Mapping[str, Any]) -> None:
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=1) + "\n").encode()
-
-
-def _finite(value: Any) -> Any:
-    """None for numbers that are not finite: JSON has none."""
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return (json.dumps(finite_only(value), ensure_ascii=False, allow_nan=False, indent=1) + "\n").encode()

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from equipoise.deliver import words
+from equipoise.records import PARTS
 
 NBSP = "\N{NO-BREAK SPACE}"
 
@@ -125,3 +126,7 @@ def test_layer_counts():
     assert words.layer_counts({"fp32": 2, "bf16": 6}) == "6 layers in bf16 and 2 in FP32"
     assert words.layer_counts({"fp32": 1}) == "1 layer in FP32"
     assert words.layer_counts({}) == ""
+
+
+def test_every_part_of_a_step_has_a_name() -> None:
+    assert tuple(words.PART_LABELS) == PARTS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.watch.rng import rng_state, set_rng_state
+from equipoise.watch.rng import own_rng, rng_state, seed_everything, set_rng_state
 
 
 def draws() -> tuple:
@@ -38,3 +38,15 @@ def test_it_travels_through_a_checkpoint_that_runs_no_code() -> None:
     file.seek(0)
     set_rng_state(torch.load(file, weights_only=True))
     assert draws() == first
+
+
+def test_own_rng_gives_the_same_inside_and_changes_nothing_outside() -> None:
+    seed_everything(1)
+    expected = [random.random(), float(np.random.rand()), float(torch.rand(1))]
+    seed_everything(1)
+    with pytest.raises(ZeroDivisionError), own_rng(9):
+        first = float(torch.rand(1))
+        raise ZeroDivisionError
+    with own_rng(9):
+        assert float(torch.rand(1)) == first
+    assert [random.random(), float(np.random.rand()), float(torch.rand(1))] == expected

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arms import disturbed, settled
+from ..records import PARTS
 from . import words
 from .curves import curve
 from .layers import layer_map
 from .words import finite
 
 SCHEMA = 1
-PARTS = tuple(words.PART_LABELS)
 ARMS = ("fp32", "autocast", "plan")
 
 Figures = dict[str, Any]

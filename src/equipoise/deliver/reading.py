@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..config import RUN_SCHEMA
 from ..errors import RunError
+from ..rundir import MACHINE, METRICS, PLAN, RUN, STEPS
+from ..tally import SCHEMA
 
-COMPARISON, RUN = "comparison.json", "run.toml"
-SCHEMA = 1
+COMPARISON = "comparison.json"
 
 
 def read(directory: Path) -> tuple[str, dict[str, Any]]:
@@ -54,9 +56,9 @@ def _comparison(directory: Path) -> dict[str, Any]:
             f"{str(path)!r} lacks the arm {' and '.join(missing)}; a comparison has both: compare again"
         )
     if not data.get("plan_toml"):
-        data["plan_toml"] = _text(directory / "plan.toml")
+        data["plan_toml"] = _text(directory / PLAN)
     if not data.get("machine"):
-        data["machine"] = _optional_json(directory / "machine.json")
+        data["machine"] = _optional_json(directory / MACHINE)
     return data
 
 
@@ -67,11 +69,11 @@ def _run(directory: Path) -> dict[str, Any]:
         asked = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"{str(path)!r} can't be read: {error}; a run's report needs it") from error
-    if asked.get("schema", SCHEMA) != SCHEMA:
-        raise RunError(f"{str(path)!r} has schema {asked['schema']!r}; this version reads {SCHEMA}")
-    machine = _optional_json(directory / "machine.json")
-    steps = _rows(directory / "steps.jsonl", notes)
-    metrics = _optional_json(directory / "metrics.json") or {}
+    if asked.get("schema", RUN_SCHEMA) != RUN_SCHEMA:
+        raise RunError(f"{str(path)!r} has schema {asked['schema']!r}; this version reads {RUN_SCHEMA}")
+    machine = _optional_json(directory / MACHINE)
+    steps = _rows(directory / STEPS, notes)
+    metrics = _optional_json(directory / METRICS) or {}
     if not steps and not metrics:
         raise RunError(
             f"{str(directory)!r} has neither a row in steps.jsonl nor metrics.json: nothing was trained yet"
@@ -84,7 +86,7 @@ def _run(directory: Path) -> dict[str, Any]:
     return {
         "asked": asked,
         "machine": machine,
-        "plan_toml": _text(directory / "plan.toml"),
+        "plan_toml": _text(directory / PLAN),
         "steps": steps,
         "metrics": metrics,
         "versions": dict(versions) if isinstance(versions, Mapping) else {},

@@ -42,11 +42,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import RunError
+from ..records import finite_only
 from ..watch.files import Disk, put
 from . import figures as fig
 from . import reading, words
@@ -90,19 +90,9 @@ def figures_of(directory: Path, *, price_per_hour: float | None = None) -> dict[
             f"the {kind} in {str(directory)!r} can't be understood ({type(error).__name__}: {error}); it "
             "was changed by hand or written by another version"
         ) from error
-    plain: dict[str, Any] = _plain(found)
+    # What TOML brings beside JSON's types, a date for one, becomes text.
+    plain: dict[str, Any] = json.loads(json.dumps(finite_only(found), allow_nan=False, default=str))
     return plain
-
-
-def _plain(value: Any) -> Any:
-    """The same with text keys, and None for numbers that are not finite: JSON has no NaN."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def html_of(figures: dict[str, Any]) -> str:

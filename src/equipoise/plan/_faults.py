@@ -66,7 +66,7 @@ def _inexact(arithmetic: Arithmetic) -> Iterator[dict[str, str]]:
 
 def _flushed(arithmetic: Arithmetic) -> Iterator[dict[str, str]]:
     """Subnormal numbers."""
-    number_format = FORMATS["fp32" if arithmetic.name == "tf32" else arithmetic.name]
+    number_format = arithmetic.format
     tiny = torch.full((64, 64), number_format.smallest_normal / 2, dtype=torch.float64)
     tiny_lp = tiny.to(arithmetic.device, arithmetic.dtype)
     unit_lp = torch.eye(64, device=arithmetic.device).to(arithmetic.dtype)

@@ -16,18 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..formats import FORMATS, Format
+
 Call = Callable[[], object]
 Size = tuple[int, ...]
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "forward", "input-gradient", "weight-gradient"
-
-DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8-e4m3": torch.float8_e4m3fn,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +32,15 @@ class Arithmetic:
     device: torch.device
 
     @property
+    def format(self) -> Format:
+        """How its numbers lie in memory; TF32's are FP32's."""
+        return FORMATS["fp32" if self.name == "tf32" else self.name]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of its tensors."""
-        return DTYPES[self.name]
+        dtype: torch.dtype = getattr(torch, self.format.torch_name)
+        return dtype
 
     def tensor(self, *shape: int) -> torch.Tensor:
         """Normal random numbers."""

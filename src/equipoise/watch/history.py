@@ -8,13 +8,12 @@ row, rows on disk. Where: at the end of a step, before anything decides. Source:
 line is read at once: on a sampled step, or when someone calls ``settle``.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from ..errors import RunError
-from ..records import StepReport
+from ..records import StepReport, finite_only
 
 CAPACITY = 16
 """Reports kept; each holds at most four numbers on its device. Few, so that a tiny step's memory stays in
@@ -80,7 +79,7 @@ class History:
     def _sample(self, report: StepReport) -> None:
         self.settle()
         if self._rows is not None:
-            self._rows.add(_strict(report.as_dict()))
+            self._rows.add(finite_only(report.as_dict()))
 
     def flush(self) -> int:
         """Put the rows on the disk; the length of ``steps.jsonl`` in bytes, 0 without a file.
@@ -129,12 +128,3 @@ def _read_all(flags: list[Any]) -> list[bool]:
         )
         return [flag if isinstance(flag, bool) else bool(next(values)) for flag in flags]
     return [bool(flag) for flag in flags]
-
-
-def _strict(value: Any) -> Any:
-    """Infinities and NaN as None: JSON has no such numbers."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
-    return value

@@ -1,12 +1,13 @@
-"""State outside the weights: random generators and optimizer state, taken and put back bit for bit.
+"""Random generators: seeded, lent, taken and put back bit for bit.
 
-Enters: generators and optimizers. Leaves: plain values and tensors that ``torch.load(weights_only=True)``
-reads.
-Where: between steps, in the session's state, in trials and in rollback.
+Enters: Python's, NumPy's and torch's generators. Leaves: plain values and tensors that
+``torch.load(weights_only=True)`` reads. Where: between steps, in the session's state, in trials and around
+evaluations.
 """
 
+import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,3 +42,21 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def own_rng(seed: int) -> Iterator[None]:
+    """Run under generators of its own; the caller's are put back as they were."""
+    state = rng_state()
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(state)

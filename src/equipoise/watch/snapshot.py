@@ -9,14 +9,12 @@ is damaged and passed over. Nothing is unpickled but what ``torch.load(weights_o
 NumPy arrays and scalars, which it doesn't allow, travel as tensors and plain numbers.
 """
 
-import contextlib
 import hashlib
 import json
 import pickle
-import random
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from torch import nn
 
 from ..errors import RunError
 from .files import Disk, put, put_json
-from .rng import rng_state, set_rng_state
 
 SCHEMA = 1
 """Version of a checkpoint's content; another one is refused."""
@@ -107,24 +104,6 @@ def _alike(old: Mapping[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     if hasattr(old, "_metadata"):
         vars(new)["_metadata"] = old._metadata
     return new
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def own_rng(seed: int) -> Iterator[None]:
-    """Run under generators of its own; the caller's are put back as they were."""
-    state = rng_state()
-    seed_everything(seed)
-    try:
-        yield
-    finally:
-        set_rng_state(state)
 
 
 def save(disk: Disk, path: Path, state: Mapping[str, Any], *, step: int, best: str | None = None) -> None:
