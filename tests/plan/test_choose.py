@@ -78,6 +78,13 @@ def test_a_lever_shown_slower_is_left_off_and_an_undecided_one_stays_on() -> Non
     assert plan.fused_optimizer and plan.memory_format == "contiguous"
 
 
+def test_a_noisy_lever_does_not_hide_the_gain_of_half_without_it() -> None:
+    noisy = [0.75, 0.95, 1.0, 0.8, 1.0, 0.75, 1.0, 0.9, 1.0]
+    times = {"fp32": [1.0] * 9, "bf16": [0.875] * 9, "fp32 + fused": [1.0] * 9, "bf16 + fused": noisy}
+    plan = decide(race("bf16", times))
+    assert plan is not None and (str(plan.policy), plan.fused_optimizer) == ("bf16", False)
+
+
 def test_never_the_arm_that_failed_and_the_reason_is_kept() -> None:
     times = {"fp32": [1.0] * 7, "bf16": [], "fp32 + fused": [0.9] * 7, "bf16 + fused": []}
     plan = decide(race("bf16", times, dropped={"bf16": "no kernel", "bf16 + fused": "no kernel"}))

@@ -193,8 +193,9 @@ def arms_to_race(
     return arms
 
 
-def _best_level(race: Race, family: str) -> Arm | None:
-    """The arm of a family with the most levers that isn't shown slower than one with fewer."""
+def _standing(race: Race, family: str) -> list[Arm]:
+    """Arms of a family, the most levers first, without those that are shown slower than one with fewer."""
+    standing = []
     arms = sorted(
         (a for a in race.arms if a.policy.default == family and a.name not in race.dropped),
         key=lambda a: -a.level,
@@ -202,8 +203,14 @@ def _best_level(race: Race, family: str) -> Arm | None:
     for i, arm in enumerate(arms):
         ratios = [paired_ratio(race.times_s[arm.name], race.times_s[lesser.name]) for lesser in arms[i + 1 :]]
         if not any(r is not None and r.low > 1 + TIE / 2 and r.median > 1 + TIE for r in ratios):
-            return arm
-    return None
+            standing.append(arm)
+    return standing
+
+
+def _beats(race: Race, arm: Arm, other: Arm) -> bool:
+    """Whether the whole interval says that ``arm`` is faster by more than a tie."""
+    ratio = paired_ratio(race.times_s[arm.name], race.times_s[other.name])
+    return ratio is not None and ratio.high < 1 / (1 + TIE)
 
 
 def decide(
@@ -224,17 +231,10 @@ def decide(
     """
     if race.rounds < MIN_ROUNDS:
         return None
-    wide = _best_level(race, "fp32")
-    narrow = _best_level(race, half) if half is not None else None
-    if wide is None and narrow is None:
-        return None
-    winner, ratio = wide, None
-    if wide is None:
-        winner = narrow
-    elif narrow is not None:
-        ratio = paired_ratio(race.times_s[narrow.name], race.times_s[wide.name])
-        if ratio is not None and ratio.high < 1 - TIE:
-            winner = narrow
+    wide = next(iter(_standing(race, "fp32")), None)
+    # A lever that makes half's times noisy may hide its gain: then half without the lever can still show it.
+    narrow = [] if half is None else _standing(race, half)
+    winner = next((arm for arm in narrow if wide is None or _beats(race, arm, wide)), wide)
     if winner is None:
         return None
     choices = list(notes) + [c for c in kept if winner.policy.entries]
