@@ -1,8 +1,7 @@
 """Policy: which module gets which number format. Plan: everything decided before the first step.
 
 Enters: text, TOML or what the planner chose. Leaves: frozen values that are matched, explained and written
-out.
-Where: before the first step; no torch, so a plan can be read where no torch is.
+out. Where: before the first step; no torch, so a plan can be read where no torch is.
 
 Grammar of a policy: entries separated by ``;``. An entry without ``=`` is the default format, every other is
 ``pattern=format``. A pattern is a glob over dotted module names (``*`` crosses dots), or ``re:`` and a
@@ -310,8 +309,7 @@ def _check_types(data: Mapping[str, Any]) -> None:
 
 
 def as_policy(precision: Any) -> Policy:
-    """The policy that a user means by ``precision=``: a format's name, a torch dtype, policy text or a
-    Policy.
+    """The policy that ``precision=`` means: a format's name, a torch dtype, policy text or a Policy.
 
     Raises:
         FormatError: an unknown format.

@@ -168,9 +168,7 @@ class StepReport:
 
     @property
     def skipped(self) -> bool:
-        """Whether the optimizer left the weights alone. Reads from the device if the answer is still
-        there.
-        """
+        """Whether the optimizer left the weights alone. Reads from the device if the answer lies there."""
         return bool(self._skipped)
 
     @property

@@ -105,9 +105,7 @@ class Task:
                 seen[member] = split
 
     def scores_of(self, batch: Any) -> torch.Tensor:
-        """Scores of a batch, (B, ...), float32 on the CPU; call under ``no_grad`` and the session's
-        autocast.
-        """
+        """Scores of a batch, (B, ...), float32 on the CPU; under ``no_grad`` and the session's autocast."""
         scores = self.model(batch[0]) if self.predict is None else self.predict(self.model, batch)
         return scores.float().cpu()
 

@@ -1,8 +1,7 @@
 """From measurements to a Plan. Pure: records in, Plan out; nothing is measured or changed here.
 
 Enters: the probe's verdicts, the layers' costs, then the times of a race. Leaves: the arms to race, then the
-plan.
-Where: before the first planned step. The rules, in order:
+plan. Where: before the first planned step. The rules, in order:
 
 1. A half format is tried only where the probe says ``use``, and raced only where the layers' own costs don't
    rule it out.
@@ -337,9 +336,7 @@ def static_plan(
 
 
 def smallest_gaining_volume(machine: Machine, half: str) -> float:
-    """Multiplications of the smallest square product that the probe measured faster in ``half``; inf if none
-    was.
-    """
+    """Multiplications of the smallest square product that the probe found faster in ``half``; else inf."""
     times: dict[int, dict[str, float]] = {}
     for reading in machine.readings:
         if reading["op"] != "gemm" or reading["direction"] != "forward":

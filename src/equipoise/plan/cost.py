@@ -128,8 +128,7 @@ def _chunk(run: Callable[[], None], calls: int) -> float:
 def time_layer(
     layer: nn.Module, call: LayerCall, formats: Mapping[str, torch.dtype], device: torch.device, box_s: float
 ) -> dict[str, Timing | str]:
-    """Time of forward and backward in each format, interleaved; a sentence in place of a time where it
-    failed.
+    """Time of forward and backward in each format, interleaved; where one failed, a sentence instead.
 
     Args:
         layer: measured on a copy without hooks; the layer itself isn't touched.

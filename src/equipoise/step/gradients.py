@@ -78,9 +78,7 @@ class FiniteCheck:
 
 
 def dense_values(g: Tensor) -> Tensor:
-    """The numbers of a gradient: this rank's shard, coalesced values of a sparse one, real pairs of a complex
-    one.
-    """
+    """A gradient's numbers: this rank's shard, a sparse one's coalesced values, a complex one's pairs."""
     if hasattr(g, "to_local"):
         g = g.to_local()
     if g.layout is torch.sparse_coo:
@@ -99,8 +97,8 @@ def first_nonfinite(models: Iterable[tuple[str, Tensor]]) -> str | None:
 def clip(parameters: Sequence[Tensor], grads: Sequence[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients down to a global 2-norm of ``max_norm``; returns the norm before.
 
-    The norm is taken in FP32 or wider: half gradients, and FP32 ones whose squares overflow, don't turn it to
-    inf.
+    The norm is taken in FP32 or wider: neither half gradients nor FP32 ones whose squares overflow make it
+    infinite.
     """
     norm = global_norm(grads)
     if any(g.layout is not torch.strided for g in grads):

@@ -57,9 +57,7 @@ class Updater:
         grads: list[torch.Tensor],
         max_grad_norm: float | None,
     ) -> torch.Tensor | None:
-        """Set the flag, alike on all ranks, and clip; returns the norm before clipping where one was asked
-        for.
-        """
+        """Set the flag, alike on all ranks, and clip; returns the norm before, None without a limit."""
         norm = None
         if max_grad_norm is not None:
             if not max_grad_norm > 0:
@@ -121,8 +119,7 @@ class Updater:
     def step_closure(
         self, optimizer: Any, evaluate: Callable[[], torch.Tensor], max_grad_norm: float | None
     ) -> bool:
-        """A step of an optimizer that evaluates the loss more than once, all under one scale; returns the
-        skip.
+        """A step whose optimizer evaluates the loss more than once, under one scale; returns the skip.
 
         Args:
             optimizer: calls the closure that it is given.

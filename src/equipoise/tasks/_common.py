@@ -27,6 +27,18 @@ def seeded(seed: int, make: Callable[[], Made]) -> Made:
         return make()
 
 
+def stratified(labels: np.ndarray) -> dict[str, np.ndarray]:
+    """Rows of ``labels`` (N,): 60 % train, 20 % val, 20 % test, with like shares of each class.
+
+    The same under every seed, so that seeds differ in training alone.
+    """
+    from sklearn.model_selection import train_test_split
+
+    rest, test = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    train, val = train_test_split(rest, test_size=0.25, stratify=labels[rest], random_state=0)
+    return {"train": train, "val": val, "test": test}
+
+
 def _warmup_cosine(step: int, *, warmup: int, steps: int, floor: float) -> float:
     if step < warmup:
         return (step + 1) / warmup

@@ -6,18 +6,15 @@ train breast-cancer``. Source: Wolberg and others, 1995 (UCI), as packaged by sc
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ..task import Task
-from ._common import auc, seeded, sensitivity_at, warmup_cosine
+from ._common import auc, seeded, sensitivity_at, stratified, warmup_cosine
 
 _WIDTH = 64
-_SPLIT_SEED = 0
-"""The split is the same under every seed, so that seeds differ in training alone."""
 
 
 def task(seed: int, data: str | None) -> Task:
@@ -68,18 +65,12 @@ def _malignant(batch: Any) -> Tensor:
 
 
 def _splits() -> dict[str, TensorDataset]:
-    """60 % train, 20 % val, 20 % test, with like shares of both classes; standardised as train is."""
+    """Three splits with like shares of both classes, standardised as train is."""
     from sklearn.datasets import load_breast_cancer
-    from sklearn.model_selection import train_test_split
 
     values, benign = load_breast_cancer(return_X_y=True)
     labels = 1 - benign
-    rest, test = train_test_split(
-        np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=_SPLIT_SEED
-    )
-    train, val = train_test_split(rest, test_size=0.25, stratify=labels[rest], random_state=_SPLIT_SEED)
-    values = (values - values[train].mean(0)) / values[train].std(0)
-    return {
-        split: TensorDataset(torch.from_numpy(values[rows]).float(), torch.from_numpy(labels[rows]).float())
-        for split, rows in (("train", train), ("val", val), ("test", test))
-    }
+    rows = stratified(labels)
+    values = (values - values[rows["train"]].mean(0)) / values[rows["train"]].std(0)
+    x, y = torch.from_numpy(values).float(), torch.from_numpy(labels).float()
+    return {split: TensorDataset(x[chosen], y[chosen]) for split, chosen in rows.items()}

@@ -4,27 +4,20 @@ Enters: 1,797 images of 8x8 grey values from 0 to 16. Leaves: a Task judged by a
 train digits``. Source: Alpaydin and Kaynak, 1998 (UCI), the test half, as packaged by scikit-learn.
 """
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from ..task import Task
-from ._common import accuracy, cross_entropy, seeded, warmup_cosine
-
-_SPLIT_SEED = 0
+from ._common import accuracy, cross_entropy, seeded, stratified, warmup_cosine
 
 
 def task(seed: int, data: str | None) -> Task:
     """A CNN of two convolutions and two linear layers."""
     from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
-    rest, test = train_test_split(
-        np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=_SPLIT_SEED
-    )
-    train, val = train_test_split(rest, test_size=0.25, stratify=labels[rest], random_state=_SPLIT_SEED)
+    rows = stratified(labels)
     # Grey values are 0 to 16.
     x, y = torch.from_numpy(images / 16).float().view(-1, 1, 8, 8), torch.from_numpy(labels)
     model = seeded(seed, _cnn)
@@ -36,9 +29,9 @@ def task(seed: int, data: str | None) -> Task:
         model=model,
         optimizer=optimizer,
         lr_scheduler=warmup_cosine(optimizer, steps),
-        train=TensorDataset(x[train], y[train]),
-        val=TensorDataset(x[val], y[val]),
-        test=TensorDataset(x[test], y[test]),
+        train=TensorDataset(x[rows["train"]], y[rows["train"]]),
+        val=TensorDataset(x[rows["val"]], y[rows["val"]]),
+        test=TensorDataset(x[rows["test"]], y[rows["test"]]),
         loss=cross_entropy,
         metric=accuracy,
         metric_name="accuracy",

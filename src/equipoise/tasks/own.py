@@ -11,12 +11,11 @@ import importlib.util
 import inspect
 import os
 import sys
-import sysconfig
-import traceback
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ..blame import told
 from ..errors import TaskError, UserError
 
 if TYPE_CHECKING:
@@ -28,8 +27,9 @@ _SHAPE = "def {name}(seed: int, data: str | None) -> Task"
 def load(text: str) -> "TaskFunction":
     """The function that ``text`` names, importing its module.
 
-    Raises: TaskError: the module is missing or fails, or has no such function; the original message and
-    line are in it.
+    Raises:
+        TaskError: the module is missing or fails, or has no such function; the original message and line are
+            in it.
     """
     where, colon, name = text.rpartition(":")
     if not colon or name.endswith(".py"):  # "file.py", and on Windows "C:file.py"
@@ -64,8 +64,8 @@ class _Own:
             task = self._function(seed, data)
         except UserError:
             raise
-        except Exception as error:
-            raise TaskError(f"task {self._text!r}: the function failed: {_told(error)}") from error
+        except (Exception, SystemExit) as error:
+            raise TaskError(f"task {self._text!r}: the function failed: {told(error)}") from error
         if not isinstance(task, Task):
             raise TaskError(
                 f"task {self._text!r}: the function returned {type(task).__name__}, not an equipoise.Task"
@@ -89,7 +89,7 @@ def _from_name(where: str, text: str) -> ModuleType:
                 f"task {text!r}: there is no module {error.name!r} here or among the installed packages; "
                 "run from the folder that holds it, or write file.py:function"
             ) from error
-        raise TaskError(f"task {text!r}: importing {where} failed: {_told(error)}") from error
+        raise TaskError(f"task {text!r}: importing {where} failed: {told(error)}") from error
 
 
 def _from_file(file: Path, text: str) -> ModuleType:
@@ -114,20 +114,8 @@ def _from_file(file: Path, text: str) -> ModuleType:
         sys.modules.pop(name)
         if before is not None:
             sys.modules[name] = before
-        raise TaskError(f"task {text!r}: importing {file} failed: {_told(error)}") from error
+        raise TaskError(f"task {text!r}: importing {file} failed: {told(error)}") from error
     return module
-
-
-def _told(error: BaseException) -> str:
-    """An error in one line, with the innermost line of code that is not a library's."""
-    kind, said = type(error).__name__, str(error)
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{kind}: {error.msg} ({error.filename}, line {error.lineno})"
-    libraries = (str(Path(__file__).parent.parent), "<frozen", *sysconfig.get_paths().values())
-    frames = traceback.extract_tb(error.__traceback__)
-    mine = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    place = f" ({mine[-1].filename}, line {mine[-1].lineno})" if mine else ""
-    return f"{kind}: {said}{place}" if said else f"{kind}{place}"
 
 
 def _missing(module: ModuleType, where: str, name: str) -> str:
