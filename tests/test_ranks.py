@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from equipoise import ranks
@@ -22,3 +23,9 @@ def test_asking_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "1", "x", "False"]
+
+
+def test_alone_one_makes_it_oneself_and_hears_ones_own_error() -> None:
+    assert ranks.from_first(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        ranks.from_first(lambda: 1 / 0)

@@ -5,7 +5,8 @@ alike. With one process nothing is sent. Torch is imported only when a process g
 """
 
 import sys
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
@@ -46,3 +47,22 @@ def agree(value: T) -> T:
     box = [value]
     sys.modules["torch"].distributed.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What ``make()`` gives on rank 0, on every rank; an error that it raises there is raised on all.
+
+    The others wait meanwhile, so ``make`` must not communicate.
+    """
+    if not _group_ready():
+        return make()
+    answer: tuple[T | None, Exception | None] = None, None
+    if rank() == 0:
+        try:
+            answer = make(), None
+        except Exception as error:
+            answer = None, error
+    value, failed = agree(answer)
+    if failed is not None:
+        raise failed
+    return cast(T, value)

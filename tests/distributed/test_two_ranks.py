@@ -17,6 +17,8 @@ SCENARIOS = [
     "fsdp:bf16:2",
     "local:fp32:2",
     "gan:bf16:none",
+    "first:value:none",
+    "first:error:none",
 ]
 
 pytestmark = pytest.mark.dist
@@ -64,3 +66,10 @@ def test_ranks_skip_alike_where_nobody_reduces_gradients(results) -> None:
 def test_one_loss_at_a_time_over_two_data_parallel_models(results) -> None:
     a, b = results["gan:bf16:none"]
     assert a["weights"] == b["weights"]
+
+
+def test_what_rank_0_makes_reaches_both_and_so_does_its_error(results) -> None:
+    a, b = results["first:value:none"]
+    assert a == {"value": 7, "made": [0]} and b == {"value": 7, "made": []}
+    a, b = results["first:error:none"]
+    assert a == {"error": "integer division or modulo by zero", "made": [0]} and b == a | {"made": []}

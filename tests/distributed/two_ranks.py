@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import equipoise.trials
+from equipoise import ranks
 from equipoise.session import Session
 from equipoise.step.scaler import LossScaler
 from recorded import machine
@@ -98,6 +99,20 @@ def gan(rank: int, precision: str, bad: int | None) -> dict:
         session.step(F.softplus(d(fake.detach())).mean(), optimizer=od)
         session.step(F.softplus(-d(g(X[rank * 16 : rank * 16 + 16, :4]))).mean(), optimizer=og)
     return {"weights": digest([*g.parameters(), *d.parameters()])}
+
+
+def first(rank: int, asked: str, bad: int | None) -> dict:
+    """Rank 0 makes something for both, or fails for both."""
+
+    def make() -> int:
+        made.append(rank)
+        return 7 // (asked == "value")
+
+    made: list[int] = []
+    try:
+        return {"value": ranks.from_first(make), "made": made}
+    except ZeroDivisionError as error:
+        return {"error": str(error), "made": made}
 
 
 if __name__ == "__main__":
