@@ -11,7 +11,7 @@ from torch import nn
 from equipoise.errors import PolicyError, SessionError
 from equipoise.formats import FORMATS
 from equipoise.policy import Policy
-from equipoise.step.cast import Casts, dtype_of, layer_formats, layers, one_root, unwrapped
+from equipoise.step.cast import Casts, dtype_of, layer_formats, layers, module_formats, one_root, unwrapped
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 Pair = namedtuple("Pair", "first second")
@@ -32,8 +32,7 @@ class Sees(nn.Module):
 
 
 def casts(model: nn.Module, policy: str) -> Casts:
-    formats = Policy.parse(policy).resolve([name for name, _ in model.named_modules()])
-    return Casts(model, {name: match.format for name, match in formats.items()}, "cpu")
+    return Casts(model, module_formats(model, Policy.parse(policy)), "cpu")
 
 
 def test_nested_formats_each_hold_inside_the_other() -> None:

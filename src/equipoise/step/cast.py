@@ -28,6 +28,7 @@ from torch import nn
 
 from ..errors import PolicyError, SessionError
 from ..formats import FORMATS
+from ..policy import Policy
 
 NARROWABLE = (
     nn.Linear,
@@ -84,6 +85,16 @@ def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if module._parameters and any(p is not None for p in module._parameters.values()):
             yield name, module
+
+
+def module_formats(model: nn.Module, policy: Policy) -> dict[str, str]:
+    """The format that a policy gives to every module, containers and the root ``""`` included.
+
+    Raises:
+        PolicyError: a pattern of the policy matches nothing.
+    """
+    found = policy.resolve([name for name, _ in model.named_modules()])
+    return {name: match.format for name, match in found.items()}
 
 
 def layer_formats(model: nn.Module, formats: Mapping[str, str]) -> dict[str, str]:
