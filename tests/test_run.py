@@ -475,8 +475,20 @@ def test_readers_that_end_in_an_evaluation_are_told_from_a_stop(asked, raised):
             asked_to.append(asked)
             raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
 
-    asked_to = []
+    asked_to: list[bool] = []
     trainer = Trainer(_task(), seed=0, precision="fp32", device="cpu")
     trainer._eval_feeds["val"] = Gone()
     with pytest.raises(raised):
         trainer.evaluate("val", lambda: bool(asked_to and asked_to[-1]))
+
+
+def test_a_data_sets_own_error_in_a_worker_is_not_taken_for_a_dead_worker():
+    class Broken(TensorDataset):
+        def __getitem__(self, index):
+            raise RuntimeError("no such shard")
+
+    x = torch.randn(20, 4)
+    trainer = Trainer(_task(train=Broken(x, x)), seed=0, precision="fp32", device="cpu", workers=1)
+    with pytest.raises(RuntimeError, match="no such shard") as raised:
+        trainer.advance(1)
+    assert not isinstance(raised.value, ReadersGone)

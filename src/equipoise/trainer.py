@@ -158,10 +158,7 @@ class Trainer:
                 torch.accelerator.synchronize()
         self.time_s = time.perf_counter() - began
         if not reports and self._readers_gone is not None:
-            raise ReadersGone(
-                f"a process that reads the data of task {self.task.name!r} ended: {self._readers_gone} Use "
-                "fewer --workers if memory is short"
-            ) from self._readers_gone
+            raise self._gone(self._readers_gone) from self._readers_gone
         rows = []
         for report, time_s in reports:
             self.step += 1
@@ -181,7 +178,7 @@ class Trainer:
         try:
             return None if self._readers_gone else next(self._batches)
         except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+            if not str(error).startswith("DataLoader worker"):  # "Caught ... in" is the data set's own
                 raise
             self._readers_gone = error
             return None
@@ -217,7 +214,8 @@ class Trainer:
         if split not in self._eval_feeds:
             self._eval_feeds[split] = self._feed_of(split, self.workers)
         labels, scores, done = [], [], 0
-        for batch in self._eval_feeds[split].ordered(self._eval_batch):
+        batches = iter(self._eval_feeds[split].ordered(self._eval_batch))
+        while (batch := self._next_of(batches, stop)) is not None:
             if stop():
                 raise Stopped
             (moved,) = self.session.feed([batch])
@@ -228,6 +226,23 @@ class Trainer:
                 raise TaskError(nonfinite_message(task, split, done + row))
             done += len(scores[-1])
         return torch.cat(labels), torch.cat(scores)
+
+    def _next_of(self, batches: Iterator[Any], stop: Callable[[], bool]) -> Any:
+        """The next batch of an evaluation; None after the last."""
+        try:
+            return next(batches, None)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):  # "Caught ... in" is the data set's own
+                raise
+            if stop():
+                raise Stopped from error  # the signal that stops this process has ended them
+            raise self._gone(error) from error
+
+    def _gone(self, error: BaseException) -> ReadersGone:
+        return ReadersGone(
+            f"a process that reads the data of task {self.task.name!r} ended: {error} Use fewer --workers if "
+            "memory is short"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that training needs to go on from here but the model's weights."""

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from equipoise.cli.compare import EXIT_OF, INCONCLUSIVE, _line_of, _new_name, print_result
+from equipoise.cli.main import app
+from equipoise.errors import RunError
 
 TASK = """
 import torch
@@ -108,6 +111,30 @@ def test_the_table_has_each_figure_and_the_verdict(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "Verdict: none." in out
     assert "autocast" not in out
+
+
+def test_a_speed_that_proves_nothing_is_not_shown_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    noisy = {"median": 1.04, "low": 0.67, "high": 2.58, "trusted": False}
+    print_result(_result(speedup=noisy))
+    out = capsys.readouterr().out
+    assert "1.04×" not in out and "can't tell its speed (95 % interval 0.67× to 2.58×)" in out
+    assert "1.50×" in out  # plain autocast's is as it was measured
+
+
+def test_a_time_limit_is_written_as_for_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def run(task: str, **settings: object) -> None:
+        asked.update(settings)
+        raise RunError("enough")
+
+    monkeypatch.setattr("equipoise.comparison.compare", run)
+    words = ["compare", "text", "--max-time"]
+    CliRunner().invoke(app, [*words, "1.5m"])
+    assert asked["max_time"] == 90.0
+    asked.clear()
+    assert CliRunner().invoke(app, [*words, "soon"]).exit_code
+    assert not asked
 
 
 def test_what_helped_is_the_first_line_where_no_format_pays(capsys: pytest.CaptureFixture[str]) -> None:

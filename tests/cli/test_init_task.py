@@ -44,10 +44,10 @@ def test_the_written_file_trains(here: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_nothing_is_overwritten(here: Path) -> None:
-    (here / "task.py").write_text("mine")
-    with pytest.raises(TaskError, match=r"task\.py exists and is left as it is"):
+    (here / "my_task.py").write_text("mine")
+    with pytest.raises(TaskError, match=r"my_task\.py exists and is left as it is"):
         init_task()
-    assert (here / "task.py").read_text() == "mine"
+    assert (here / "my_task.py").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_the_table_has_a_row_for_each_format_and_its_reason_in_full(width: int) 
     assert "fp16: no kernel" in text
     assert "note: others were busy [50%]" in text
     if width >= 80:
-        (row,) = (line for line in paper.getvalue().splitlines() if line.startswith("│bf16"))
+        (row,) = (line for line in paper.getvalue().splitlines() if line.startswith("│ bf16"))
         assert [cell.strip() for cell in row.strip("│").split("│")] == [
             "bf16",
             "yes",

@@ -18,6 +18,7 @@ from equipoise import tasks
 from equipoise.cli import train as verb
 from equipoise.cli.main import app
 from equipoise.cli.progress import Progress
+from equipoise.cli.times import seconds as seconds_of
 from equipoise.config import RunConfig
 from equipoise.policy import Plan, Policy
 from equipoise.rundir import RunDirectory
@@ -62,7 +63,7 @@ def test_the_default_place_and_a_task_found_from_elsewhere(tmp_path, monkeypatch
     code, out, err = _train("tiny.py:task", "--precision", "fp32", "--json")
     assert code == 0, err
     run = Path(json.loads(out)["run"])
-    assert run.parent == Path("runs") and run.name.startswith("tiny-py-")
+    assert run.parent == Path("runs") and run.name.startswith("tiny-2")
     config = RunConfig.load(run / "run.toml")
     assert config.task == f"{tmp_path / 'tiny.py'}:task"
     assert config.repeat.startswith(f"equipoise train {tmp_path / 'tiny.py'}:task --seed 0 --precision fp32")
@@ -189,7 +190,7 @@ def test_an_error_amid_the_run_says_how_to_go_on(tmp_path):
     [("90", 90), ("1.5h", 5400), ("10m", 600), ("2 min", 120), (".5s", 0.5), (None, None)],
 )
 def test_times_are_read(text, seconds):
-    assert verb._seconds("--max-time", text) == seconds
+    assert seconds_of("--max-time", text) == seconds
 
 
 def test_signals_before_the_first_step_stop_at_once(monkeypatch):

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from equipoise.arm_plain import Loader, order
 from equipoise.errors import TaskError
-from equipoise.step.feed import DeviceFeed, Feed, epoch_order, sample_seed, to_device
+from equipoise.step.feed import DeviceFeed, Feed, _from_workers, epoch_order, sample_seed, to_device
 
 Pair = namedtuple("Pair", "x y")
 
@@ -306,6 +306,22 @@ def test_a_users_error_arrives_as_it_was_raised(workers: int) -> None:
 def test_another_error_in_a_worker_keeps_its_type() -> None:
     feed = Feed(Failing(ZeroDivisionError("two")), batch_size=4, seed=0, workers=1)
     with pytest.raises(ZeroDivisionError, match="two"):
+        next(feed.batches())
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), EOFError("end"), FileNotFoundError("no")])
+def test_a_worker_that_ends_while_it_hands_over_is_a_worker_that_ended(error: Exception) -> None:
+    def loader():
+        yield 1
+        raise error
+
+    batches = _from_workers(loader())
+    assert next(batches) == 1
+    with pytest.raises(RuntimeError, match="DataLoader worker ended amid a batch"):
+        next(batches)
+    # The data set's own error of that kind stays what it is.
+    feed = Feed(Failing(error), batch_size=4, seed=0, workers=1)
+    with pytest.raises(type(error)):
         next(feed.batches())
 
 

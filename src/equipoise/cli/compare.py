@@ -13,13 +13,18 @@ from typing import Annotated, Any
 
 import typer
 
+from .times import seconds
+
 EXIT_OF = {"not-worse": 0, "worse": 3}
 """What ``--check`` exits with; 4 for inconclusive and for no verdict."""
 INCONCLUSIVE = 4
 
 
 def compare(
-    task: Annotated[str, typer.Argument(help="A shipped task, module:function or file.py:function.")],
+    task: Annotated[
+        str,
+        typer.Argument(help="A shipped name (train --list), package.module:function or file.py:function."),
+    ],
     repeats: Annotated[int, typer.Option(min=1, help="Seeds; fewer than 3 can't give a verdict.")] = 3,
     margin: Annotated[
         str | None,
@@ -27,9 +32,13 @@ def compare(
     ] = None,
     metric: Annotated[str | None, typer.Option(help="Judge by this one of the task's metrics.")] = None,
     alpha: Annotated[float, typer.Option(help="Accepted risk of calling a worse plan not worse.")] = 0.05,
-    with_autocast: Annotated[bool, typer.Option(help="Add plain autocast as a third arm.")] = False,
+    with_autocast: Annotated[
+        bool, typer.Option("--with-autocast", help="Add plain autocast as a third arm.")
+    ] = False,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run.")] = None,
-    max_time: Annotated[float | None, typer.Option(help="Training seconds of each arm and seed.")] = None,
+    max_time: Annotated[
+        str | None, typer.Option(help="Most training time of each arm and seed: 90, 90s, 10m, 1.5h.")
+    ] = None,
     data: Annotated[str | None, typer.Option(help="Where the task's data lie.")] = None,
     out: Annotated[Path | None, typer.Option(help="New directory for the results.")] = None,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
@@ -40,7 +49,7 @@ def compare(
     plan: Annotated[Path | None, typer.Option(help="A plan.toml to use instead of planning.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read data, for each arm.")] = 0,
     check: Annotated[
-        bool, typer.Option(help="Exit 0 for not-worse, 3 for worse, 4 for inconclusive.")
+        bool, typer.Option("--check", help="Exit 0 for not-worse, 3 for worse, 4 for inconclusive.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -48,10 +57,11 @@ def compare(
     from ..comparison import compare as run
     from ..deliver.report import render
 
+    limit_s = seconds("--max-time", max_time)
     with progress() as show:
         verdict = run(
             task, repeats=repeats, margin=margin, metric=metric, alpha=alpha, with_autocast=with_autocast,
-            steps=max_steps, max_time=max_time, data=data, out=out or _new_name(task), seed=seed,
+            steps=max_steps, max_time=limit_s, data=data, out=out or _new_name(task), seed=seed,
             device=device, precision=precision, plan=None if plan is None else str(plan), workers=workers,
             on_event=show,
         )  # fmt: skip
@@ -117,10 +127,10 @@ def _rows(result: Mapping[str, Any], arms: list[str]) -> list[tuple[str, list[st
     if sizes:
         rows.append(("  95 % interval", [_interval(m["low"], m["high"], digits) for m in means]))
     rates = [arm["samples_per_s"] or {} for arm in found]
-    ratios = [(speeds.get(name) or {"median": 1.0})["median"] for name in arms]
+    against = [speeds.get(name) or {"median": 1.0} for name in arms]
     rows += [
         ("samples/s", [words.number(rate.get("median")) for rate in rates]),
-        ("speed against FP32", [words.ratio(ratio) for ratio in ratios]),
+        ("speed against FP32", [_speed(ratio) for ratio in against]),
         ("time to FP32's metric", [words.duration(arm["time_to_metric_s"]) for arm in found]),
         ("peak memory", [words.memory(arm["peak_mem_bytes"]) for arm in found]),
         ("set-up time", [words.duration(arm["setup_s"]) for arm in found]),
@@ -134,16 +144,28 @@ def _interval(low: float | None, high: float | None, digits: int) -> str:
     return words.NOTHING if low is None else f"{words.fixed(low, digits)} to {words.fixed(high, digits)}"
 
 
+def _speed(ratio: Mapping[str, Any]) -> str:
+    """A speed-up; none where other work on the machine leaves none to be believed."""
+    from ..deliver import words
+
+    return words.ratio(ratio["median"]) if ratio.get("trusted", True) else "can't tell"
+
+
 def _sentences(result: Mapping[str, Any]) -> list[str]:
     from ..deliver import words
 
     speed = result["speedup"]
     formats = words.layer_counts(result["formats"])
+    between = f"(95 % interval {words.ratio(speed['low'])} to {words.ratio(speed['high'])})"
+    fast = (
+        f"{words.ratio(speed['median'])} FP32's speed {between}"
+        if speed.get("trusted", True)
+        else f"{_speed(speed)} its speed {between}"
+    )
     return [
         *result["notes"],
         words.metric_sentence(dict(result["metric"])),
-        f"Plan: {formats}; {words.ratio(speed['median'])} FP32's speed "
-        f"(95 % interval {words.ratio(speed['low'])} to {words.ratio(speed['high'])}).",
+        f"Plan: {formats}; {fast}.",
         f"Verdict: {result['verdict'] or 'none'}. {result['reason']}",
     ]
 
@@ -199,7 +221,6 @@ class _Bar:
 
 
 def progress() -> "_Bar | _Lines":
-    """Progress for `equipoise.comparison.compare` as it suits stderr: a bar on a terminal, else lines."""
     """What shows the events of a comparison on stderr: a bar on a terminal, plain lines elsewhere."""
     return _Bar() if sys.stderr.isatty() else _Lines()
 

@@ -104,7 +104,7 @@ def metric(labels, scores) -> float:
 
 
 def init_task(
-    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The file to write.")] = Path("task.py"),
+    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The file to write.")] = Path("my_task.py"),
 ) -> None:
     """Write a commented example of a task of your own."""
     if file.suffix != ".py":

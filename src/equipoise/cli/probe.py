@@ -57,7 +57,7 @@ def _write(file: Path, text: str) -> None:
 
 def show(machine: Machine, console: Console) -> None:
     """Print the verdicts, then the facts."""
-    table = Table(title=Text(f"{machine.name} ({machine.device})"), title_justify="left", pad_edge=False)
+    table = Table(title=Text(f"{machine.name} ({machine.device})"), title_justify="left")
     for heading in ("format", "claimed", "product x FP32", "convolution x FP32", "verdict"):
         table.add_column(heading, justify="right" if "x FP32" in heading else "left")
     for verdict in machine.formats.values():

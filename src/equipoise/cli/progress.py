@@ -51,8 +51,8 @@ class Progress:
         self._metric = facts["metric"]
         about = f": {facts['about']}" if facts["about"] else ""
         self.say(f"{facts['task']}{about}")
-        since = f"from step {facts['step']} " if facts["step"] else ""
-        self.say(f"{since}to step {facts['steps']}, kept in {facts['run']}")
+        length = f"from step {facts['step']} to step" if facts["step"] else "steps:"
+        self.say(f"{length} {facts['steps']}, kept in {facts['run']}")
 
     def _on_planned(self, facts: Mapping[str, Any]) -> None:
         plan = facts["plan"]

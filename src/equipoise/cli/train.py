@@ -21,12 +21,10 @@ import typer
 from ..config import RunConfig
 from ..errors import EquipoiseError, RunError
 from ..rundir import RUN, refuse_used
+from .times import seconds
 
 if TYPE_CHECKING:
     from ..run import RunResult
-
-_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|m|min|h|)")
-_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 
 
 def train(
@@ -43,7 +41,7 @@ def train(
         str, typer.Option(help="auto, a format such as bf16, or a policy such as 'bf16; head=fp32'.")
     ] = "auto",
     plan: Annotated[Path | None, typer.Option(help="A plan.toml that pins everything.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda, xpu, mps or cpu.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu or mps.")] = "auto",
     workers: Annotated[int, typer.Option(help="Processes that read the data; 0 reads it in this one.")] = 0,
     max_steps: Annotated[
         int | None, typer.Option(help="Length of the run in steps; default the task's.")
@@ -55,7 +53,7 @@ def train(
         str | None, typer.Option(help="Time between checkpoints; default 30s, or 1 % of a long run.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this directory; it knows all else.")
+        Path | None, typer.Option(help="Go on with the run in this directory; give no TASK, it knows.")
     ] = None,
     list_tasks: Annotated[bool, typer.Option("--list", help="Show the shipped tasks and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object: metric and run.")] = False,
@@ -90,8 +88,8 @@ def train(
         device=device,
         workers=workers,
         steps=max_steps or 0,
-        max_time=_seconds("--max-time", max_time),
-        checkpoint_every=_seconds("--checkpoint-every", checkpoint_every),
+        max_time=seconds("--max-time", max_time),
+        checkpoint_every=seconds("--checkpoint-every", checkpoint_every),
     )
     _finish(_trained(config, out or _default_place(task)), json)
 
@@ -175,17 +173,9 @@ def _absolute(task: str, shipped: set[str]) -> str:
 
 
 def _default_place(task: str) -> Path:
-    name = re.sub(r"[^A-Za-z0-9]+", "-", task.removesuffix(":task")).strip("-")[-40:].strip("-")
+    short = task.removesuffix(":task").removesuffix(".py")
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", short).strip("-")[-40:].strip("-")
     return Path("runs") / f"{name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _seconds(option: str, text: str | None) -> float | None:
-    if text is None:
-        return None
-    found = _DURATION.fullmatch(text.strip())
-    if found is None or float(found[1]) == 0:
-        raise RunError(f"{option} is {text!r}; write a time above 0 such as 90, 90s, 10m or 1.5h")
-    return float(found[1]) * _SECONDS[found[2]]
 
 
 def _say(text: str) -> None:
@@ -228,13 +218,18 @@ class _Watch:
             raise SystemExit(128 + number)
         self._asked = True
         if hasattr(signal, "SIGCHLD"):
-            # torch's handler raises amid a step when the same signal ends a data worker.
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # torch's handler raises amid a step when the same signal ends a data worker. SIG_DFL in its place
+            # makes Python print "ignored due to race condition" when that has happened already.
+            signal.signal(signal.SIGCHLD, _let_be)
         self._progress.say("stopping after this step, then saving; once more stops at once")
 
     def close(self) -> None:
         """End the progress bar."""
         self._progress.close()
+
+
+def _let_be(number: int, frame: Any) -> None:
+    """A handler that does nothing."""
 
 
 @contextlib.contextmanager

@@ -356,6 +356,10 @@ def _loader(
     )
 
 
+_HAND_OVER = (ConnectionError, EOFError, FileNotFoundError)
+"""What is raised where a worker ends between announcing a tensor and handing it over."""
+
+
 def _from_workers(loader: "DataLoader[Any]") -> Iterator[Any]:
     with warnings.catch_warnings():
         # Python 3.12 warns of any fork beside threads (torch's own); the workers touch none of their locks.
@@ -365,7 +369,15 @@ def _from_workers(loader: "DataLoader[Any]") -> Iterator[Any]:
         batches = iter(loader)
     batch = None
     try:
-        for batch in batches:
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except _HAND_OVER as error:
+                if str(error).startswith("Caught "):
+                    raise  # the data set's own, as torch brings it here
+                raise RuntimeError(f"DataLoader worker ended amid a batch: {error!r}.") from error
             if isinstance(batch, _Failed):
                 raise batch.error
             yield batch
