@@ -10,11 +10,9 @@ interval, as a time and as a share of the hand-written step. Rounds that foreign
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from torch.nn import functional as F
 
 from equipoise.evidence import bootstrap_median
 from equipoise.foreign_load import ForeignLoad
+from equipoise.plan.machine import host_facts
 from equipoise.policy import Plan, Policy
 from equipoise.session import Session
 
@@ -173,14 +172,6 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -190,19 +181,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = [measure(case, options.rounds) for case in options.only or CASES]
+    where = {"cpu": host_facts()["cpu"], "threads": torch.get_num_threads(), "torch": torch.__version__}
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "cpu": cpu_name(),
-                    "threads": torch.get_num_threads(),
-                    "torch": torch.__version__,
-                    "results": results,
-                }
-            )
-        )
+        print(json.dumps({**where, "results": results}))
         return
-    print(f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print("{cpu}, {threads} threads, torch {torch}".format(**where))
     for r in results:
         if "proves_nothing" in r:
             print(f"{r['case']:14s} proves nothing: {r['proves_nothing']}")

@@ -9,6 +9,7 @@ them, best weights before the checkpoint that refers to them.
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,8 +194,14 @@ def peak_mem_bytes() -> int | None:
         return int(torch.cuda.max_memory_allocated())
     if sys.platform == "win32":
         return None
+    try:
+        # getrusage's figure starts with the size of the parent that forked us; this one doesn't.
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        pass
     import resource
 
-    # Linux counts in KiB, macOS in bytes.
+    # Most systems count in KiB, macOS in bytes.
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(size) if sys.platform == "darwin" else int(size) * 1024

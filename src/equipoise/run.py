@@ -329,8 +329,7 @@ def _differences(config: RunConfig, journal: Journal) -> list[str]:
 
 def _machine(trainer: Trainer) -> Machine:
     """The machine as planning measured it; without a measurement where the formats were named."""
-    from .plan._host import host_facts
-    from .plan.machine import probe
+    from .plan.machine import host_facts, probe
 
     plan, kind = trainer.session.plan, trainer.device.type
     if plan is None or plan.source in ("auto", "static"):

@@ -26,7 +26,7 @@ from ..records import FormatVerdict, Machine
 from ._host import NOISY_SHARE, fingerprint, host_facts
 from ._judge import REFERENCE, judge, trust
 
-__all__ = ["cache_dir", "judge", "machine_from_dict", "probe"]
+__all__ = ["cache_dir", "host_facts", "judge", "machine_from_dict", "probe"]
 
 SCHEMA = 1
 """Raised when the measurements or the records change: older cached probes are then measured again."""
