@@ -169,7 +169,7 @@ def test_the_static_default_follows_measured_sizes() -> None:
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=20))
 def test_ratio_of_an_arm_with_itself_is_one(times: list[float]) -> None:
     ratio = choose.paired_ratio(times, times)
-    assert ratio == choose.Ratio(1.0, 1.0, 1.0, len(times))
+    assert ratio == choose.TimeRatio(1.0, 1.0, 1.0, len(times))
 
 
 def test_policies_of_arms_are_what_they_say() -> None:
@@ -179,3 +179,17 @@ def test_policies_of_arms_are_what_they_say() -> None:
         ("bf16", Policy("bf16"), False, "contiguous"),
     ]
     assert sorted(a.name for a in arms) == sorted(FORMATS)
+
+
+def test_only_an_arm_that_is_clearly_slower_leaves_the_race() -> None:
+    times = {"a": [1.0] * 5, "b": [1.2] * 5, "c": [1.3] * 5, "d": [1.0, 2.0, 1.0, 2.0, 1.5], "e": [None] * 5}
+    assert choose.still_in(list(times), times) == ["a", "b", "d", "e"]
+    assert choose.still_in(["c"], times) == ["c"]
+
+
+def test_a_race_is_settled_when_no_pair_may_be_either() -> None:
+    times = {"a": [1.0] * 5, "alike": [1.01] * 5, "slower": [1.2] * 5, "noisy": [0.9, 1.1, 0.95, 1.05, 1.0]}
+    assert choose.settled(["a"], times)
+    assert choose.settled(["a", "alike", "slower"], times)
+    assert not choose.settled(["a", "alike", "noisy"], times)
+    assert not choose.settled(["a", "unrun"], times | {"unrun": []})

@@ -35,6 +35,8 @@ STATIC_COST = 0.8
 """... and where the layers, if they were timed, take at most this share of FP32's time."""
 MIN_ROUNDS = 3
 """A race with fewer undisturbed rounds proves nothing."""
+STOP_RATIO = 1.25
+"""An arm this much slower than another after the first rounds isn't run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +69,11 @@ class Race:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """Median of paired ratios with a 95 % interval of the median (order statistics, binomial)."""
+class TimeRatio:
+    """Median of paired ratios of times (below 1: faster), with a 95 % interval of the median.
+
+    The interval is that of order statistics: a race has 3 to 15 rounds, too few to draw from them again.
+    """
 
     median: float
     low: float
@@ -79,15 +84,15 @@ class Ratio:
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f}, {self.pairs} rounds)"
 
 
-def paired_ratio(above: Sequence[float | None], below: Sequence[float | None]) -> Ratio | None:
-    """Ratio of two arms over the rounds that both ran; None without a common round."""
+def paired_ratio(above: Sequence[float | None], below: Sequence[float | None]) -> TimeRatio | None:
+    """TimeRatio of two arms over the rounds that both ran; None without a common round."""
     ratios = sorted(a / b for a, b in zip(above, below, strict=False) if a is not None and b is not None)
     n = len(ratios)
     if not n:
         return None
     outer = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
     middle = (ratios[(n - 1) // 2] + ratios[n // 2]) / 2
-    return Ratio(middle, ratios[outer], ratios[n - 1 - outer], n)
+    return TimeRatio(middle, ratios[outer], ratios[n - 1 - outer], n)
 
 
 def half_to_try(machine: Machine) -> tuple[str | None, str]:
@@ -192,6 +197,25 @@ def arms_to_race(
     return arms
 
 
+def still_in(running: Sequence[str], times_s: Mapping[str, Sequence[float | None]]) -> list[str]:
+    """Arms that may still win: clearly slower ones aren't run again."""
+
+    def beaten(arm: str, other: str) -> bool:
+        ratio = paired_ratio(times_s[arm], times_s[other])
+        return ratio is not None and ratio.low > STOP_RATIO
+
+    return [arm for arm in running if not any(beaten(arm, other) for other in running if other != arm)]
+
+
+def settled(running: Sequence[str], times_s: Mapping[str, Sequence[float | None]]) -> bool:
+    """Whether every pair that is still running is told apart, or known to be alike within the tie."""
+    for a, b in itertools.combinations(running, 2):
+        ratio = paired_ratio(times_s[a], times_s[b])
+        if ratio is None or (ratio.low < 1 - TIE and ratio.high > 1 + TIE):
+            return False
+    return True
+
+
 def _standing(race: Race, family: str) -> list[Arm]:
     """Arms of a family, the most levers first, without those that are shown slower than one with fewer."""
     standing = []
@@ -250,7 +274,7 @@ def decide(
     )
 
 
-def _against(race: Race, winner: Arm, name: str) -> Ratio | None:
+def _against(race: Race, winner: Arm, name: str) -> TimeRatio | None:
     if name == winner.name or name not in race.times_s:
         return None
     return paired_ratio(race.times_s[winner.name], race.times_s[name])
