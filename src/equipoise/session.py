@@ -8,8 +8,9 @@ Where: around each step. The data's way through a step is ``feed`` -> ``autocast
 Only :meth:`Session._apply` changes the user's objects, and :meth:`Session.restore` undoes all of it.
 """
 
+import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from html import escape
 from typing import Any
@@ -23,7 +24,7 @@ from .notice import PlanNotice
 from .policy import Plan, as_policy
 from .records import ReportSink, StepParts, StepReport
 from .step import gradients
-from .step.cast import Casts, layer_formats, one_root
+from .step.cast import Casts, layer_formats, module_formats, one_root, refuse_taken
 from .step.feed import DeviceFeed
 from .step.layout import ChannelsLast
 from .step.optim import Fused, can_fuse, distinct_optimizers, inner_optimizer, load_optimizer
@@ -89,6 +90,7 @@ class Session:
         self._schedulers = _as_list(lr_scheduler)
         self._emas = _as_list(ema)
         _check_arguments(nonfinite, report_every, plan_time_s)
+        _check_helpers(self._schedulers, scaler)
         _check_wide(self._root)
         self.device = _device_of(self._optimizers)
         """Where the parameters are, and batches go."""
@@ -132,10 +134,13 @@ class Session:
     # -- before the first step
 
     def _begin(self, precision: Any, plan: Plan | str | None) -> None:
-        from .trials import Recorder, named_plan
+        from .trials import Recorder, named_plan, refuse_unavailable
 
+        refuse_taken(self._root)
         if plan is not None:
-            self._apply((plan if isinstance(plan, Plan) else Plan.load(plan)).pinned())
+            plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+            refuse_unavailable(plan.policy.formats, self.device)
+            self._apply(plan.pinned())
         elif isinstance(precision, str) and precision.strip().lower() == "auto":
             self._recorder = Recorder(self._root)
         else:
@@ -143,15 +148,11 @@ class Session:
 
     def _apply(self, plan: Plan) -> None:
         """The one place where a plan changes the user's objects."""
-        names = [name for name, _ in self._root.named_modules()]
-        resolved = {name: match.format for name, match in plan.policy.resolve(names).items()}
+        resolved = module_formats(self._root, plan.policy)
         formats = layer_formats(self._root, resolved)
-        if plan.formats and dict(plan.formats) != formats:
-            odd = sorted(set(plan.formats.items()) ^ set(formats.items()))[0]
-            raise PolicyError(
-                f"the plan doesn't fit this model: layer {odd[0]!r} ({odd[1]}) is not alike in both. It was "
-                "made for another model; plan again"
-            )
+        if plan.formats:
+            _check_plan_fits(plan, formats)
+        _check_castable(self._root, formats)
         self._undo_all()
         self._casts = Casts(self._root, resolved, self.device.type)
         self._undo.append(self._casts.remove)
@@ -196,7 +197,7 @@ class Session:
         return self._make_plan(run, before_first_step=True)
 
     def _make_plan(self, run_step: Any, *, before_first_step: bool = False) -> Plan:
-        from .trials import Workbench, plan_session
+        from .trials import Recorder, Workbench, plan_session
 
         began = time.perf_counter()
         recorder, self._recorder = self._recorder, None
@@ -212,6 +213,9 @@ class Session:
             bench.progress = notice.update
             try:
                 plan = plan_session(bench, self._plan_time_s)
+            except BaseException:  # an interrupt, or prepare()'s loss_fn: the next step or prepare() plans
+                self._recorder = Recorder(self._root)
+                raise
             finally:
                 recorder.remove()
         self._apply(plan)
@@ -299,7 +303,7 @@ class Session:
         Args:
             loss: the scalar loss of the (last) micro-batch; None when every backward was
                 ``session.backward``.
-            closure: for optimizers that evaluate more than once (L-BFGS): zeroes nothing, returns the loss.
+            closure: for optimizers that evaluate more than once (L-BFGS): returns the loss, without backward.
             optimizer: the one optimizer to step (a GAN); the loss then reaches its parameters alone.
             max_grad_norm: clip true gradients to this global 2-norm.
             retain_graph: as in ``Tensor.backward``.
@@ -332,9 +336,9 @@ class Session:
             )
         after_backward = time.perf_counter() if sampled else 0.0
         updater = self._updater
-        parameters, grads = gradients.collect(chosen)
         if updater.scales and not updater.unscaled:
             updater.unscale(chosen)
+        parameters, grads = gradients.collect(chosen)  # after unscaling, which gives sparse ones anew
         # Clipping is the user's own work and counts as the optimizer's; a check alone is ours.
         before_update = time.perf_counter() if sampled else 0.0
         norm = updater.check_and_clip(chosen, parameters, grads, max_grad_norm)
@@ -430,6 +434,11 @@ class Session:
             with torch.enable_grad():
                 value = closure()
             if not self._backwards:
+                if gradients.collect(chosen)[1]:
+                    raise SessionError(
+                        "the closure called loss.backward() by itself; under a Session it returns the loss "
+                        "alone (or calls session.backward(loss)), so that scaling and checks are right"
+                    )
                 self._backward(value, None, None)
             first.append(value.detach())
             return value.detach()
@@ -472,12 +481,22 @@ class Session:
         if self._sampled and self._on_report is not None:
             self._on_report(_flat(report))
         if self._recorder is not None:
-            self._make_plan(self._recorder.replay())
+            self._plan_after(report)
         self._sampled = self.step_count % self._report_every == self._report_every - 1
         if self._sampled:
             now = time.perf_counter()
             self._clock = (now, now)
         return report
+
+    def _plan_after(self, report: StepReport) -> None:
+        """Plan on the step that was recorded; one with gradients that aren't finite waits for the next."""
+        from .trials import Recorder
+
+        if report.skipped:
+            self._recorder.remove()
+            self._recorder = Recorder(self._root)
+        else:
+            self._make_plan(self._recorder.replay())
 
     # -- between steps and after
 
@@ -585,8 +604,11 @@ class Session:
 
     def restore(self) -> None:
         """Undo every change to the user's objects: forwards, layouts, optimizer settings. Ends the
-        session.
+        session. Gradients that wait for their step get their true size.
         """
+        if self._backwards and not self._updater.unscaled:
+            self._updater.unscale(self._optimizers)
+        self._backwards = 0
         self._undo_all()
         if self._recorder is not None:
             self._recorder.remove()
@@ -641,6 +663,57 @@ def _check_arguments(nonfinite: str, report_every: int, plan_time_s: float | Non
         raise SessionError(f"report_every is {report_every}; it must be at least 1")
     if plan_time_s is not None and not 0 <= plan_time_s < float("inf"):
         raise SessionError(f"plan_time_s is {plan_time_s}; it must be 0 (static default) or more seconds")
+
+
+def _check_helpers(schedulers: list[Any], scaler: Any) -> None:
+    for scheduler in schedulers:
+        name = type(scheduler).__name__
+        if not callable(getattr(scheduler, "step", None)):
+            raise SessionError(f"lr_scheduler is {name}; something with step() is needed")
+        needed = [
+            p.name
+            for p in inspect.signature(scheduler.step).parameters.values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        if needed:
+            raise SessionError(
+                f"{name}.step() needs {', '.join(needed)}, which a training step doesn't have; leave it out "
+                f"of lr_scheduler= and call {name}.step(...) by yourself after an evaluation"
+            )
+    if scaler is not None and not isinstance(scaler, LossScaler):
+        raise SessionError(
+            f"scaler is {type(scaler).__name__}; a LossScaler is needed. It takes over a GradScaler's state: "
+            "scaler = LossScaler(); scaler.load_state_dict(old.state_dict())"
+        )
+
+
+def _check_plan_fits(plan: Plan, formats: Mapping[str, str]) -> None:
+    """Whether the plan's table has this model's layers, in the formats that the plan's policy gives them."""
+    strange = sorted(set(plan.formats) ^ set(formats))
+    if strange:
+        where = "the plan has and the model has not" if strange[0] in plan.formats else "the plan has not"
+        raise PolicyError(
+            f"the plan doesn't fit this model: there is a layer {strange[0]!r} that {where}. It was made for "
+            "another model; plan again"
+        )
+    for name, fmt in formats.items():
+        if plan.formats[name] != fmt:
+            raise PolicyError(
+                f"the plan contradicts itself: its policy {str(plan.policy)!r} gives layer {name!r} {fmt}, "
+                f"its table [formats] says {plan.formats[name]!r}. The policy decides: edit it, and make the "
+                "table alike or leave it out"
+            )
+
+
+def _check_castable(root: nn.Module, formats: Mapping[str, str]) -> None:
+    modules = dict(root.named_modules())
+    for name, fmt in formats.items():
+        for key, p in modules[name]._parameters.items():
+            if p is not None and fmt != "fp32" and (p.is_complex() or p.dtype.itemsize > 4):
+                raise FormatError(
+                    f"layer {name!r} can't compute in {fmt}: its {key} is {p.dtype}, and only FP32 weights "
+                    "are cast. Give the layer 'fp32', which leaves it as it is, or hand over an FP32 model"
+                )
 
 
 def _check_wide(root: nn.Module) -> None:

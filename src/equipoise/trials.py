@@ -13,7 +13,7 @@ import copy
 import random
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,14 +24,23 @@ import torch
 from torch import nn
 
 from . import ranks
-from .errors import FormatError, SessionError
+from .errors import FormatError
 from .foreign_load import ForeignLoad
 from .plan import choose
 from .plan.cost import LayerCall, first_line, gemm_volume, measure_layers, specs_of
 from .plan.machine import probe
 from .policy import Plan, Policy
 from .records import Choice, LayerCost, Machine
-from .step.cast import NARROWABLE, Casts, layer_formats, map_tensors, unwrapped
+from .step.cast import (
+    NARROWABLE,
+    Casts,
+    dtype_of,
+    layer_formats,
+    layers,
+    map_tensors,
+    module_formats,
+    unwrapped,
+)
 from .step.layout import ChannelsLast, has_conv_weights
 from .step.optim import Fused, can_fuse, cloned_state, inner_optimizer
 from .watch.rng import rng_state, set_rng_state
@@ -43,8 +52,6 @@ COST_SHARE = 0.3
 MAX_ROUNDS = 15
 READING_S = 0.02
 """A reading of the race lasts at least this long: short steps are timed several at a time."""
-STOP_RATIO = 1.25
-"""An arm this much slower than the best after the first rounds isn't run again."""
 MAX_FOREIGN = 0.15
 """A round in which other processes took more than this share of the machine is void."""
 
@@ -154,11 +161,15 @@ class Recorder:
 
         return run
 
-    def remove(self) -> None:
-        """Take the hooks off and let go of the batch."""
+    def stop(self) -> None:
+        """Take the hooks off; what was seen stays."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def remove(self) -> None:
+        """Take the hooks off and let go of the batch."""
+        self.stop()
         self._replays = []
 
 
@@ -295,11 +306,6 @@ class Workbench:
     timings: dict[str, Any] = field(default_factory=dict)
     """What was timed: ``layers``, one LayerCost each, and the ``race``, seconds a step by arm and round."""
 
-    def format_names(self, policy: Policy) -> dict[str, str]:
-        """Format of every module under ``policy``."""
-        names = [name for name, _ in self.root.named_modules()]
-        return {name: match.format for name, match in policy.resolve(names).items()}
-
     @property
     def sharded(self) -> bool:
         """Whether weights are spread over ranks."""
@@ -322,52 +328,53 @@ def named_plan(root: nn.Module, policy: Policy, device: torch.device) -> Plan:
         FormatError: the probe found a format unusable or emulated on this device.
         PolicyError: a pattern matches nothing.
     """
-    names = [name for name, _ in root.named_modules()]
-    formats = {name: match.format for name, match in policy.resolve(names).items()}
-    used = set(formats.values())
-    if used != {"fp32"}:
-        machine = (
-            ranks.agree(probe(quick=True, device=device.type)) if ranks.rank() == 0 else ranks.agree(None)
-        )
-        for fmt in sorted(used - {"fp32"}):
-            verdict = machine.formats.get(fmt) if machine is not None else None
-            if verdict is not None and (verdict.verdict == "unusable" or verdict.emulated):
-                what = "is emulated" if verdict.emulated else "can't be used"
-                raise FormatError(
-                    f"format {fmt!r} {what} on this {device.type}: {verdict.reason}. "
-                    "Ask for 'fp32', or for 'auto' to let the measurement choose"
-                )
+    formats = module_formats(root, policy)
+    refuse_unavailable(formats.values(), device)
     return Plan(policy=policy, formats=layer_formats(root, formats), source="named")
+
+
+def refuse_unavailable(formats: Iterable[str], device: torch.device) -> None:
+    """Ask the probe whether this device has the formats.
+
+    Raises:
+        FormatError: the probe found one unusable or emulated.
+    """
+    used = set(formats) - {"fp32"}
+    if not used:
+        return
+    machine = ranks.from_first(lambda: probe(quick=True, device=device.type))
+    for fmt in sorted(used):
+        verdict = machine.formats.get(fmt)
+        if verdict is not None and (verdict.verdict == "unusable" or verdict.emulated):
+            what = "is emulated" if verdict.emulated else "can't be used"
+            raise FormatError(
+                f"format {fmt!r} {what} on this {device.type}: {verdict.reason}. "
+                "Ask for 'fp32', or for 'auto' to let the measurement choose"
+            )
 
 
 def plan_session(bench: Workbench, limit_s: float | None) -> Plan:
     """Plan within ``limit_s`` seconds (None: at most 30); rank 0 plans and every rank gets its plan."""
-    answer: Plan | Exception | None = None
-    if ranks.rank() == 0:
-        try:
-            # Whatever context the user calls from: an arm's format is its own, and a replay has a backward.
-            with torch.enable_grad(), torch.autocast(bench.device.type, enabled=False):
-                answer = _plan(bench, MAX_PLAN_S if limit_s is None else limit_s)
-        except Exception as error:
-            if ranks.world_size() == 1:
-                raise
-            answer = error  # the others wait for it
-    answer = ranks.agree(answer)
-    if isinstance(answer, Plan):
-        return answer
-    raise answer or SessionError("rank 0 sent no plan")
+
+    def plan() -> Plan:
+        # Whatever context the user calls from: an arm's format is its own, and a replay has a backward.
+        with torch.enable_grad(), torch.autocast(bench.device.type, enabled=False):
+            return _plan(bench, MAX_PLAN_S if limit_s is None else limit_s)
+
+    return ranks.from_first(plan)
 
 
 def _plan(bench: Workbench, limit_s: float) -> Plan:
     began = time.perf_counter()
     machine = probe(quick=True, device=bench.device.type)
-    half, reason = choose.half_to_try(machine)
+    half, reason = _half_to_try(bench.root, machine)
     notes = [] if half else [Choice(what="format", where="*", choice="fp32", reason=reason)]
     if bench.before_first_step and bench.run_step is not None:
         with restored(bench.root, bench.optimizers):
             bench.run_step(nullcontext)
+    bench.recorder.stop()
     formats_of = {
-        f: layer_formats(bench.root, bench.format_names(Policy(f))) for f in {"fp32", half or "fp32"}
+        f: layer_formats(bench.root, module_formats(bench.root, Policy(f))) for f in {"fp32", half or "fp32"}
     }
     share = _share_that_gains(bench, machine, half)
     ratio: float | None = None
@@ -416,13 +423,22 @@ def _plan(bench: Workbench, limit_s: float) -> Plan:
         "dropped": race.dropped,
         "voided_rounds": race.voided,
     }
-    formats_of |= {a.name: layer_formats(bench.root, bench.format_names(a.policy)) for a in arms}
+    formats_of |= {a.name: layer_formats(bench.root, module_formats(bench.root, a.policy)) for a in arms}
     plan = choose.decide(race, half, kept, formats_of, notes)
     if plan is None and len(race.dropped) == len(arms):
         return static(f"a step of this model can't be repeated: {race.dropped[arms[0].name]}")
     if plan is None:
         return static(f"{race.rounds} undisturbed rounds, {race.voided} disturbed by foreign load")
     return plan
+
+
+def _half_to_try(root: nn.Module, machine: Machine) -> tuple[str | None, str]:
+    """The half format worth trying, and why; none where autocast would leave a layer's weights alone."""
+    for name, module in layers(root):
+        for p in module._parameters.values():
+            if isinstance(module, NARROWABLE) and p is not None and (p.is_complex() or p.dtype.itemsize > 4):
+                return None, f"the weights of {name or 'the model'} are {p.dtype}; only FP32 ones are cast"
+    return choose.half_to_try(machine)
 
 
 def _share_that_gains(bench: Workbench, machine: Machine, half: str | None) -> float:
@@ -442,7 +458,7 @@ def _layer_costs(bench: Workbench, half: str, budget_s: float) -> list[LayerCost
         for name, call in bench.recorder.calls.items()
         if not any(name.startswith(f"{outer}.") for outer in bench.recorder.calls)
     }
-    dtypes = {"fp32": torch.float32, half: {"bf16": torch.bfloat16, "fp16": torch.float16}[half]}
+    dtypes = {"fp32": torch.float32, half: dtype_of(half)}
     rng = rng_state()
     try:
         return measure_layers(modules, calls, dtypes, bench.device, budget_s)
@@ -457,7 +473,7 @@ class _Runner:
         self.arm = arm
         self._bench = bench
         self._start = start
-        self._formats = bench.format_names(arm.policy)
+        self._formats = module_formats(bench.root, arm.policy)
         self.steps = 1
 
     def time(self, steps: int, warm_up: int) -> float:
@@ -558,11 +574,11 @@ def _race(
             break
         rounds.add(readings)
         if rounds.kept >= choose.MIN_ROUNDS:
-            running = _still_in(running, times)
+            running = choose.still_in(running, times)
         hopeless = rounds.voided >= (GIVE_UP if spent < GIVE_UP_SHARE else choose.MIN_ROUNDS)
         if (hopeless and not rounds.kept) or rounds.kept >= MAX_ROUNDS:
             break
-        if rounds.kept >= SETTLE_ROUNDS and _settled(running, times):
+        if rounds.kept >= SETTLE_ROUNDS and choose.settled(running, times):
             break
     rounds.close()
     return choose.Race(arms=tuple(arms), times_s=times, dropped=dropped, voided=rounds.voided)
@@ -598,23 +614,3 @@ class _Rounds:
                 column.append(readings.get(name))
         self.kept += len(self._waiting)
         self._waiting.clear()
-
-
-def _still_in(running: list[str], times: Mapping[str, list[float | None]]) -> list[str]:
-    """Arms that may still win: clearly slower ones aren't run again."""
-    ratios = {(a, b): choose.paired_ratio(times[a], times[b]) for a in running for b in running if a != b}
-    return [
-        a
-        for a in running
-        if not any((r := ratios[a, b]) is not None and r.low > STOP_RATIO for b in running if b != a)
-    ]
-
-
-def _settled(running: list[str], times: Mapping[str, list[float | None]]) -> bool:
-    """Whether every pair that is still running is told apart, or known to be alike within the tie."""
-    for i, a in enumerate(running):
-        for b in running[i + 1 :]:
-            ratio = choose.paired_ratio(times[a], times[b])
-            if ratio is None or (ratio.low < 1 - choose.TIE and ratio.high > 1 + choose.TIE):
-                return False
-    return True

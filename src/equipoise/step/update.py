@@ -134,8 +134,8 @@ class Updater:
             self.scaler.forget(optimizer)
             self.unscaled = False
             loss = evaluate()
-            parameters, grads = gradients.collect([optimizer])
             self.unscale([optimizer])
+            parameters, grads = gradients.collect([optimizer])
             self.check_and_clip([optimizer], parameters, grads, max_grad_norm)
             if bool(self._check.found.item()):
                 raise _NotFinite
