@@ -13,7 +13,7 @@ import equipoise
 PACKAGE = Path(equipoise.__file__).parent
 
 LAYERS = {
-    0: {"errors", "formats", "policy", "sensitive", "records", "ranks", "evidence", "foreign_load"},
+    0: {"errors", "formats", "policy", "sensitive", "records", "ranks", "evidence", "foreign_load", "blame"},
     1: {"plan", "step", "watch"},
     2: {
         "session", "task", "trials", "run", "trainer", "journal", "rundir", "evaluation", "comparison",
@@ -27,7 +27,7 @@ KNOW_ALL_TIMES = {"session", "trials", "run"}
 """The files of L2 that may know more than one of plan, step and watch."""
 
 TORCH_FREE = (
-    "errors", "formats", "records", "policy", "ranks", "evidence", "foreign_load", "plan.machine",
+    "errors", "formats", "records", "policy", "ranks", "evidence", "foreign_load", "blame", "plan.machine",
     "comparison", "arms", "tally", "config", "rundir",
 )  # fmt: skip
 """Beside these: the root, and everything in deliver/ and cli/."""
