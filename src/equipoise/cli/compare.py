@@ -221,6 +221,7 @@ class _Bar:
 
 
 def progress() -> "_Bar | _Lines":
+    """What shows the events of a comparison on stderr: a bar on a terminal, plain lines elsewhere."""
     return _Bar() if sys.stderr.isatty() else _Lines()
 
 
