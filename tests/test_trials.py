@@ -220,3 +220,184 @@ def test_half_is_chosen_but_for_the_layer_that_is_slow_in_it(monkeypatch: pytest
         loss = model(torch.randn(4, 8)).mean()
     session.step(loss)
     assert dtypes == [(torch.float32, torch.float32)]
+
+
+class Busy(nn.Module):
+    """A forward with every kind of side effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls, self.log = 0, []
+        self.last = torch.zeros(4)
+        self.own, self.numbers = torch.Generator().manual_seed(1), np.random.default_rng(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x.mul_(1.5))
+        self.calls += 1
+        self.log.append(self.calls)
+        self.mean = 0.9 * self.mean + out.detach().mean(0)  # reassigned, not in place
+        self.last += 1
+        torch.rand(1, generator=self.own), self.numbers.random()
+        return out
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure: None = None) -> None:
+        self.steps = getattr(self, "steps", 0) + 1
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        super().step(closure)
+
+
+def test_side_effects_of_a_forward_and_an_optimizer_dont_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    model = Busy()
+    opt = Counting(model.parameters(), lr=0.1)
+    session = Session(model, opt, plan_time_s=0.5)
+    x = torch.randn(4, 8)
+    loss = F.cross_entropy(model(x), LABELS)
+    mean, batch = model.mean.clone(), x.clone()
+    states = model.own.get_state(), copy.deepcopy(model.numbers.bit_generator.state)
+    session.step(loss)
+    assert session.plan is not None and "can't be repeated" not in session.plan.note
+    assert (model.calls, model.log) == (1, [1]) and torch.equal(model.mean, mean)
+    assert torch.equal(model.last, torch.ones(4)) and torch.equal(x, batch)
+    assert torch.equal(model.own.get_state(), states[0]) and model.numbers.bit_generator.state == states[1]
+    assert (opt.steps, opt.param_groups[0]["k"]) == (1, 1)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_a_weight_computed_from_parameters_can_be_planned(monkeypatch: pytest.MonkeyPatch, norm) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    model = nn.Sequential(norm(nn.Linear(8, 4)))
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=0.5)
+    for _ in range(2):
+        session.step(F.cross_entropy(model(torch.randn(4, 8)), LABELS))
+    assert session.plan is not None and "layers" in session.timings
+
+
+@pytest.mark.parametrize("at", [2, 30])
+def test_a_model_that_fails_when_it_is_called_again_costs_the_race_alone(
+    monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine())
+
+    class Queue(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls >= at:
+                raise IndexError("the queue is empty")
+            return super().forward(x)
+
+    calls = 0
+    model = Queue(nn.Linear(8, 4))
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=1.0)
+    assert not session.step(F.cross_entropy(model(torch.randn(4, 8)), LABELS)).skipped
+    assert session.plan is not None
+    if at == 2:
+        assert "can't be repeated: the queue is empty" in session.plan.note
+
+
+def test_an_interrupted_planning_leaves_no_trace_and_the_next_step_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    model, plain = conv_model(), conv_model()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    other = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    session = Session(model, opt, plan_time_s=1.0)
+    torch.manual_seed(3)
+    loss = F.cross_entropy(model(IMAGES), LABELS)
+    calls = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+
+    handle = model[5].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        session.step(loss)
+    handle.remove()
+    torch.manual_seed(3)
+    F.cross_entropy(plain(IMAGES), LABELS).backward()
+    other.step()
+    other.zero_grad()
+    hooks_and_places = {"identity": 0, "forwards": 0}  # the recorder is on again
+    assert_same(everything(plain, other) | hooks_and_places, everything(model, opt) | hooks_and_places)
+    assert "not planned yet" in session.explain()
+    session.step(F.cross_entropy(model(IMAGES), LABELS))
+    assert session.plan is not None and session.step_count == 2
+
+
+def test_a_prepare_that_failed_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine())
+    model = conv_model()
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=0.5)
+    with pytest.raises(KeyError, match="labels"):
+        session.prepare({"x": IMAGES}, lambda m, batch: F.cross_entropy(m(batch["x"]), batch["labels"]))
+    session.prepare((IMAGES, LABELS), lambda m, batch: F.cross_entropy(m(batch[0]), batch[1]))
+    assert session.plan is not None
+
+
+def test_a_skipped_first_step_isnt_planned_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine())
+    model = nn.Sequential(nn.Linear(8, 4))
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=0.5)
+    assert session.step(F.cross_entropy(model(torch.full((4, 8), float("nan"))), LABELS)).skipped
+    assert session.plan is None
+    session.step(F.cross_entropy(model(torch.randn(4, 8)), LABELS))
+    assert session.plan is not None and not model._forward_hooks
+
+
+def test_the_step_is_what_a_gradient_reaches() -> None:
+    """A dry run before, an encoder outside the model, a dataclass, a parameter among the outputs."""
+    from contextlib import nullcontext
+    from dataclasses import dataclass
+
+    @dataclass
+    class Output:
+        logits: torch.Tensor
+        temperature: torch.Tensor
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.temperature = nn.Linear(8, 4), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> Output:
+            return Output(self.linear(x), self.temperature)
+
+    model, encoder = Model(), nn.Linear(8, 8)
+    recorder = Recorder(model)
+    model(torch.randn(2, 8))
+    out = model(encoder(torch.randn(4, 8)))
+    F.cross_entropy(out.logits * out.temperature, LABELS).backward()
+    model(torch.randn(3, 8))  # an evaluation after it
+    want = [p.grad.clone() for p in model.linear.parameters()]
+    assert recorder.calls["linear"].args[0].shape == (4, 8)
+    replay = recorder.replay()
+    assert replay is not None
+    for _ in range(2):
+        model.zero_grad()
+        replay(nullcontext)
+    for grad, p in zip(want, model.linear.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad, rtol=1e-5, atol=1e-7)
+    recorder.remove()
+    assert not model.temperature._backward_hooks
+
+
+def test_an_autocast_around_the_step_doesnt_reach_the_races_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine())
+    model = nn.Sequential(nn.Linear(8, 4))
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=0.5)
+    seen: set[torch.dtype] = set()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(torch.randn(4, 8)), LABELS)
+        model[0].register_forward_hook(lambda m, a, out: seen.add(out.dtype))
+        session.step(loss)
+    assert seen == {torch.float32}

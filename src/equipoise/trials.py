@@ -190,7 +190,7 @@ def _grad_tensors(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
 
     def see(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
+        if not tensor.is_leaf:  # a parameter that is handed out has no way back through the model
             found.append(tensor)
         return tensor
 
