@@ -489,6 +489,6 @@ def test_a_data_sets_own_error_in_a_worker_is_not_taken_for_a_dead_worker():
 
     x = torch.randn(20, 4)
     trainer = Trainer(_task(train=Broken(x, x)), seed=0, precision="fp32", device="cpu", workers=1)
-    with pytest.raises(RuntimeError, match="no such shard") as raised:
+    with pytest.raises(TaskError, match="RuntimeError: no such shard") as raised:
         trainer.advance(1)
     assert not isinstance(raised.value, ReadersGone)

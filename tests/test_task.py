@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -31,9 +32,23 @@ def test_an_empty_split(split: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "value"),
-    [("batch_size", 0), ("steps", 0), ("eval_every", -1), ("margin", -0.1), ("margin", float("nan"))],
+    [
+        ("batch_size", 0),
+        ("steps", 0),
+        ("eval_every", -1),
+        ("margin", -0.1),
+        ("margin", float("nan")),
+        ("batch_size", 2.5),
+        ("eval_batch_size", 0),
+        ("steps", "5"),
+        ("margin", "1%"),
+        ("subgroup", {"test": ["a"]}),
+        ("subgroup", {"tset": ["a"] * 4}),
+        ("group", ["a"]),
+        ("val", iter([])),
+    ],
 )
-def test_numbers_that_cannot_be(what: str, value: float) -> None:
+def test_what_cannot_be(what: str, value: Any) -> None:
     with pytest.raises(TaskError, match=what):
         make(**{what: value})
 
@@ -58,3 +73,19 @@ def test_scores_and_labels_are_what_a_metric_can_read() -> None:
     other = make(predict=lambda model, batch: batch[1] * 2, labels=lambda batch: batch[1] + 1)
     assert other.scores_of(batch).tolist() == [2.0, 4.0]
     assert other.labels_of(batch).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"predict": lambda model, batch: batch[1].tolist()}, "predict gives a list for a batch"),
+        ({"predict": lambda model, batch: batch[0].mean()}, "predict gives one number for a batch"),
+        ({"labels": lambda batch: batch[1].tolist()}, "labels gives a list for a batch"),
+    ],
+)
+def test_scores_and_labels_that_are_no_rows_of_a_tensor(changes: dict[str, Any], says: str) -> None:
+    task, batch = make(**changes), (torch.ones(2, 2), torch.tensor([1, 2]))
+    with pytest.raises(TaskError, match=says):
+        task.labels_of(batch), task.scores_of(batch)
+    with pytest.raises(TaskError, match="val has 4 cases, and came to 4 labels and 1 scores"):
+        task.check_judged("val", np.zeros(4), np.zeros((1, 2)))

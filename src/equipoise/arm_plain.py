@@ -261,11 +261,12 @@ class PlainArm:
                 scores.append(task.scores_of(to_device(batch, self._device)))
             labels.append(task.labels_of(batch))
         task.model.train()
-        found = metrics_of(task, torch.cat(labels).numpy(), torch.cat(scores).numpy())
+        whole = torch.cat(labels).numpy(), torch.cat(scores).numpy()
+        task.check_judged(split, *whole)
+        found = metrics_of(task, *whole)
         time_s = time.perf_counter() - begin
         if save is not None:
-            write_predictions(Path(save), torch.cat(labels).numpy(), torch.cat(scores).numpy(),
-                              (task.subgroup or {}).get(split))  # fmt: skip
+            write_predictions(Path(save), *whole, (task.subgroup or {}).get(split))
         return found | {"time_s": time_s}
 
 
@@ -366,8 +367,11 @@ def serve(make_arm: Callable[[], Arm]) -> None:
     # Whatever the task prints must not stand between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    # Not sys.stdin: whoever waits in it holds its lock, and a forked data worker starts by closing it.
+    asked = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(sys.stdin, requests), daemon=True).start()
+    threading.Thread(target=_listen, args=(asked, requests), daemon=True).start()
     try:
         arm = make_arm()
         _answer(answers, {"peak_mem_bytes": peak_memory_bytes()})
@@ -376,9 +380,10 @@ def serve(make_arm: Callable[[], Arm]) -> None:
                 wake()
             do = getattr(arm, request.pop("do"))
             _answer(answers, {**do(**request), "peak_mem_bytes": peak_memory_bytes()})
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         traceback.print_exc()
-        _answer(answers, {"error": str(error), "kind": type(error).__name__})
+        frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        _answer(answers, {"error": str(error), "kind": type(error).__name__, "frames": frames})
         sys.exit(1)
 
 

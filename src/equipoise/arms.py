@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from . import errors
+from .blame import sentence
 from .errors import RunError, TaskError
 from .evidence import FOREIGN_LIMIT
 from .foreign_load import ForeignLoad
@@ -86,7 +87,10 @@ class Child:
             kind = getattr(errors, found["kind"], None)
             if isinstance(kind, type) and issubclass(kind, errors.EquipoiseError):
                 raise kind(found["error"])
-            raise RunError(f"{self._title()} failed: {found['kind']}: {found['error']}{self._tail()}")
+            said, users = sentence(found["kind"], found["error"], found.get("frames", ()))
+            if users:
+                raise TaskError(f"{self._title()} failed: {said}")
+            raise RunError(f"{self._title()} failed: {said}{self._tail()}")
         self.peak_mem_bytes = found.pop("peak_mem_bytes", None)
         return found
 

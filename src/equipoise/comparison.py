@@ -87,6 +87,8 @@ def compare(task: str | TrainFunction, *, repeats: int = 3, margin: float | str 
     """
     if repeats < 1 or (steps is not None and steps < 1) or (max_time is not None and not max_time > 0):
         raise RunError(f"repeats={repeats}, steps={steps}, max_time={max_time}: each must be above 0")
+    if not 0 <= seed <= 2**64 - repeats:
+        raise RunError(f"seed is {seed}; seeds are from 0 to 2**64 - 1, and each repeat takes the next one")
     # Refuse before hours of training what can't be judged by.
     judge([0.0], [0.0], margin=margin_for(margin, 1.0), alpha=alpha)
     request = _Request(

@@ -57,6 +57,8 @@ class RunConfig:
         for name, low in (("seed", 0), ("workers", 0), ("steps", 0), ("threads", 1)):
             if getattr(self, name) < low:
                 raise RunError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+        if self.seed >= 2**64:
+            raise RunError(f"seed is {self.seed}; it must be below 2**64, the most that torch takes")
         for name in ("max_time", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .blame import told
 from .errors import NonFiniteError, TaskError
 from .task import Task
 from .watch.rng import own_rng, seed_everything
@@ -42,6 +43,7 @@ def judge(task: Task, split: str, labels: np.ndarray, scores: np.ndarray, time_s
         TaskError: the metric raises, or is not a finite number.
         NonFiniteError: a score is NaN.
     """
+    task.check_judged(split, labels, scores)
     bad = np.isnan(scores.reshape(len(scores), -1)).any(axis=1)
     if bad.any():
         raise NonFiniteError(
@@ -62,8 +64,8 @@ def _value(task: Task, split: str, name: str, metric: Any, labels: np.ndarray, s
     )
     try:
         value = float(metric(labels, scores))
-    except Exception as error:
-        raise TaskError(f"{what} failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise TaskError(f"{what} failed: {told(error)}") from error
     if not math.isfinite(value):
         raise TaskError(
             f"{what} is {value}; it must be a finite number. Does {split} hold more than one class?"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .blame import is_users, told
 from .errors import EquipoiseError, RunError, TaskError
 from .evaluation import (
     Evaluation,
@@ -119,10 +120,10 @@ class Trainer:
             TaskError: the first batch holds a NaN, or there is no memory for one step.
         """
         if self.session.plan is None:
-            first = next(iter(self._feed_of("train", 0).batches(0)))
-            self._refuse_nonfinite(first, 1)
-            (batch,) = self.session.feed([first])
-            with self._explained():
+            with self._explained("planning"):
+                first = next(iter(self._feed_of("train", 0).batches(0)))
+                self._refuse_nonfinite(first, 1)
+                (batch,) = self.session.feed([first])
                 self.session.prepare(batch, self.task.loss)
             seed_everything(self.seed)
         if self.session.plan is None:
@@ -145,7 +146,7 @@ class Trainer:
         task, session = self.task, self.session
         reports = []
         began = time.perf_counter() - self.time_s
-        with self._explained():
+        with self._explained(f"training after step {self.step}"):
             for _ in range(steps):
                 batch = self._next()
                 if batch is None:
@@ -194,7 +195,7 @@ class Trainer:
             Stopped: ``stop`` said so.
         """
         began = time.perf_counter()
-        with undisturbed(self.task.model, self.seed):
+        with undisturbed(self.task.model, self.seed), self._explained(f"scoring {split}"):
             while True:
                 try:
                     labels, scores = self._score(split, stop)
@@ -295,13 +296,13 @@ class Trainer:
             raise TaskError(nonfinite_message(self.task, "train", case))
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn what only the data can be to blame for, and a lack of memory, into a TaskError."""
+    def _explained(self, doing: str) -> Iterator[None]:
+        """Turn what the task's own code and data are to blame for, and a lack of memory, into a TaskError."""
         try:
             yield
-        except EquipoiseError:
+        except (EquipoiseError, Stopped):
             raise
-        except (RuntimeError, MemoryError, IndexError) as error:
+        except (Exception, SystemExit) as error:
             name, size = self.task.name, self.task.batch_size
             if out_of_memory(error):
                 raise TaskError(
@@ -310,7 +311,11 @@ class Trainer:
                 ) from error
             if "out of bounds" in str(error):
                 raise TaskError(
-                    f"task {name!r}: step {self.step + 1} or one soon after it reads out of bounds: {error} "
-                    "Labels must be from 0 to the number of classes - 1; check the data"
+                    f"task {name!r}: step {self.step + 1} or one soon after it reads out of bounds: "
+                    f"{told(error)}. Labels must be from 0 to the number of classes - 1; check the data"
                 ) from error
+            if str(error).startswith("DataLoader worker"):  # torch tells of it amid whatever runs
+                raise self._gone(error) from error
+            if is_users(error):
+                raise TaskError(f"task {name!r}: {doing} failed: {told(error)}") from error
             raise

@@ -69,6 +69,31 @@ def test_the_default_place_and_a_task_found_from_elsewhere(tmp_path, monkeypatch
     assert config.repeat.startswith(f"equipoise train {tmp_path / 'tiny.py'}:task --seed 0 --precision fp32")
 
 
+@pytest.mark.parametrize(
+    "mistake", ["{}['x']", "sys.exit(0)", "open('/nowhere')", "nn.Linear(3, 1)(batch[0])", "batch[0].sum()"]
+)
+def test_a_mistake_in_the_tasks_own_code_is_the_users(tmp_path, mistake):
+    task = write_task(tmp_path, steps=4)
+    file = tmp_path / "tiny.py"
+    loss = "nn.functional.cross_entropy(model(batch[0]).float(), batch[1])"
+    file.write_text("import sys\n" + file.read_text().replace(loss, mistake))
+    code, _, err = _train(task, "--precision", "fp32", "--out", tmp_path / "run")
+    assert code == 2 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("error: task 'tiny': training after step 0 failed: ")
+    assert f"({file}, line " in err or "no weight that is trained" in err
+
+
+def test_what_a_task_prints_is_not_the_result(tmp_path):
+    task = write_task(tmp_path, steps=4)
+    file = tmp_path / "tiny.py"
+    file.write_text(
+        file.read_text().replace("    return float(", "    print('HELLO')\n    return float(")
+        + "\nprint('HI')"
+    )
+    code, out, err = _train(task, "--precision", "fp32", "--out", tmp_path / "run", "--json")
+    assert code == 0 and json.loads(out) and "HELLO" in err and "HI" in err
+
+
 def test_a_pinned_plan_is_used(tmp_path):
     task = write_task(tmp_path, steps=4)
     layers = {"0": "bf16", "1": "fp32", "4": "fp32"}
@@ -197,7 +222,7 @@ def test_signals_before_the_first_step_stop_at_once(monkeypatch):
     watch = verb._Watch()
     with pytest.raises(KeyboardInterrupt):
         watch.on_signal(2, None)
-    with pytest.raises(SystemExit):
+    with pytest.raises(KeyboardInterrupt):
         watch.on_signal(15, None)
     assert not watch.asked()
 

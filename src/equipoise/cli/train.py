@@ -109,9 +109,8 @@ def _trained(config: RunConfig, out: Path) -> "RunResult":
     from .. import run
     from ..tasks import resolve
 
-    make = resolve(config.task)
     with _watched(out) as watch:
-        return run.train(make, config, out, on_event=watch.on_event, stop=watch.asked)
+        return run.train(resolve(config.task), config, out, on_event=watch.on_event, stop=watch.asked)
 
 
 def _resumed(path: Path) -> "RunResult":
@@ -165,11 +164,13 @@ def _resume_command(path: Path) -> str:
 
 def _absolute(task: str, shipped: set[str]) -> str:
     """The task's text with a path that holds from any directory."""
+    name, colon, path = task.partition(":")
+    if name in shipped:
+        return f"{name}:{Path(path).absolute()}" if path else task
     file, colon, function = task.rpartition(":")
     if file.endswith(".py") or task.endswith(".py"):
         return f"{Path(file or task).absolute()}{colon}{function if colon else ''}"
-    name, colon, path = task.partition(":")
-    return f"{name}:{Path(path).absolute()}" if name in shipped and path else task
+    return task
 
 
 def _default_place(task: str) -> Path:
@@ -213,9 +214,7 @@ class _Watch:
         _stop_code["code"] = 128 + number
         if self._asked or not self._trains:
             self.close()
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            raise SystemExit(128 + number)
+            raise KeyboardInterrupt  # for SIGTERM too: SystemExit is what a task's own code may raise
         self._asked = True
         if hasattr(signal, "SIGCHLD"):
             # torch's handler raises amid a step when the same signal ends a data worker. SIG_DFL in its place
@@ -238,11 +237,15 @@ def _watched(path: Path) -> Iterator[_Watch]:
     watch = _Watch()
     before = {number: signal.signal(number, watch.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield watch
-    except (Exception, KeyboardInterrupt):
+        # What the task prints is not the result. The bar, too, takes stdout: it must give it back first.
+        with contextlib.redirect_stdout(sys.stderr), contextlib.closing(watch):
+            yield watch
+    except (Exception, KeyboardInterrupt) as error:
         watch.close()
         if (path / "checkpoints").is_dir() and any((path / "checkpoints").glob("step-*.pt")):
             _say(f"what was trained is kept; go on with: {_resume_command(path)}")
+        if isinstance(error, KeyboardInterrupt) and "code" in _stop_code:
+            raise SystemExit(_stop_code["code"]) from None
         raise
     finally:
         watch.close()

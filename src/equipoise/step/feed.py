@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
+from ..blame import told
 from ..errors import TaskError, UserError
 
 Batch = TypeVar("Batch")
@@ -211,6 +212,9 @@ class _InWorker:
             return self._fetch[key]
         except UserError as error:
             return _Failed(error)
+        except SystemExit as error:
+            # Not an Exception: it would end the worker, and nobody would hear why.
+            return _Failed(TaskError(f"reading the data failed: {told(error)}"))
 
 
 class _Keys:
