@@ -281,7 +281,7 @@ def pick_device(name: str) -> torch.device:
     """``auto``: the accelerator that is there, else the CPU."""
     if name != "auto":
         return torch.device(name)
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def synchronize(device: torch.device) -> None:
