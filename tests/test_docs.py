@@ -23,7 +23,7 @@ def blocks() -> list:
 @pytest.mark.parametrize("code", blocks())
 def test_a_block_runs_as_pasted(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
     exec(compile(code, "a block of the docs", "exec"), {"__name__": "__main__"})
 
 

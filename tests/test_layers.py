@@ -16,14 +16,14 @@ LAYERS = {
     0: {"errors", "formats", "policy", "sensitive", "records", "ranks", "evidence", "foreign_load", "blame"},
     1: {"plan", "step", "watch"},
     2: {
-        "session", "task", "trials", "run", "trainer", "journal", "rundir", "evaluation", "comparison",
-        "arms", "tally", "config", "notice",
+        "session", "task", "planning", "trials", "run", "trainer", "journal", "rundir", "evaluation",
+        "comparison", "arms", "tally", "config", "notice",
     },
     3: {"adapters", "deliver", "tasks", "cli", "__main__", "arm_plain", "arm_plan"},
 }  # fmt: skip
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 
-KNOW_ALL_TIMES = {"session", "trials", "run"}
+KNOW_ALL_TIMES = {"session", "planning", "trials", "run"}
 """The files of L2 that may know more than one of plan, step and watch."""
 
 TORCH_FREE = (

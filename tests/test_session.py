@@ -22,7 +22,7 @@ Y = torch.randint(0, 4, (16,), generator=torch.Generator().manual_seed(1))
 @pytest.fixture(autouse=True)
 def recorded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The session's answers must not depend on the CPU that the tests run on."""
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
 
 
 def small_model(seed: int = 0) -> nn.Sequential:
@@ -482,7 +482,7 @@ def test_a_format_that_is_not_there_or_emulated_raises(
 ) -> None:
     reading = machine(bf16=verdict)
     formats = dict(reading.formats) | {"bf16": replace(reading.formats["bf16"], emulated=emulated)}
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: replace(reading, formats=formats))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: replace(reading, formats=formats))
     model = small_model()
     with pytest.raises(FormatError, match="a recorded reading"):
         Session(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16")

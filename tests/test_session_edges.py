@@ -23,7 +23,7 @@ LEVERS = Plan(policy=Policy("fp32"), fused_optimizer=True, memory_format="channe
 
 @pytest.fixture(autouse=True)
 def recorded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
 
 
 def small_model() -> nn.Sequential:
@@ -300,7 +300,7 @@ def test_a_plan_edited_by_hand_says_what_is_wrong_with_it(old: str, new: str, sa
 
 
 def test_a_pinned_plan_whose_format_isnt_there_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="unusable"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="unusable"))
     model = small_model()
     with pytest.raises(FormatError, match="'bf16' can't be used"):
         Session(model, sgd(model), plan=Plan(policy=Policy("bf16")))

@@ -60,7 +60,11 @@ def test_an_unknown_name_says_what_there_is() -> None:
 def test_the_error_tree_is_frozen_and_drawn() -> None:
     from equipoise import errors
 
-    found = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    found = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and value.__module__ == errors.__name__
+    }
     assert found == ERRORS
     assert all(issubclass(getattr(errors, name), errors.EquipoiseError) for name in ERRORS)
     assert errors.__doc__ is not None

@@ -103,7 +103,7 @@ def test_the_recorder_replays_the_first_step() -> None:
 
 @pytest.mark.parametrize("half", ["use", "not-worth-it"])
 def test_planning_after_the_first_step_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, half: str) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16=half))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16=half))
     planned, plain = conv_model(), conv_model()
     opt = torch.optim.SGD(planned.parameters(), lr=0.1, momentum=0.9)
     other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
@@ -134,7 +134,7 @@ def test_planning_after_the_first_step_leaves_no_trace(monkeypatch: pytest.Monke
 
 
 def test_prepare_plans_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
     model = conv_model()
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = everything(model, opt)
@@ -150,7 +150,7 @@ def test_prepare_plans_before_the_first_step(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_time_to_plan_gives_the_static_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
     model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=0)
     session.step(model(torch.randn(256, 1024)).mean())
@@ -160,7 +160,7 @@ def test_no_time_to_plan_gives_the_static_default(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_forward_that_is_not_one_call_of_the_model_is_not_raced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
     model = conv_model()
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
     features = model[0](IMAGES)  # parts are called, the root never is
@@ -169,7 +169,7 @@ def test_a_forward_that_is_not_one_call_of_the_model_is_not_raced(monkeypatch: p
 
 
 def test_an_arm_without_a_kernel_is_taken_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
 
     class Stubborn(nn.Module):
         def __init__(self) -> None:
@@ -202,7 +202,7 @@ class Timed(nn.Linear):
 
 
 def test_half_is_chosen_but_for_the_layer_that_is_slow_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
     model = nn.Sequential(Timed(8e-3, 1e-3), Timed(1e-3, 8e-3), Timed(8e-3, 1e-3))
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=8.0)
     session.step(model(torch.randn(4, 8)).mean())
@@ -251,7 +251,7 @@ class Counting(torch.optim.SGD):
 
 
 def test_side_effects_of_a_forward_and_an_optimizer_dont_remain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
     model = Busy()
     opt = Counting(model.parameters(), lr=0.1)
     session = Session(model, opt, plan_time_s=0.5)
@@ -270,7 +270,7 @@ def test_side_effects_of_a_forward_and_an_optimizer_dont_remain(monkeypatch: pyt
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 def test_a_weight_computed_from_parameters_can_be_planned(monkeypatch: pytest.MonkeyPatch, norm) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
     model = nn.Sequential(norm(nn.Linear(8, 4)))
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=0.5)
     for _ in range(2):
@@ -282,7 +282,7 @@ def test_a_weight_computed_from_parameters_can_be_planned(monkeypatch: pytest.Mo
 def test_a_model_that_fails_when_it_is_called_again_costs_the_race_alone(
     monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine())
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine())
 
     class Queue(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -304,7 +304,7 @@ def test_a_model_that_fails_when_it_is_called_again_costs_the_race_alone(
 def test_an_interrupted_planning_leaves_no_trace_and_the_next_step_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
     model, plain = conv_model(), conv_model()
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
     other = torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -335,7 +335,7 @@ def test_an_interrupted_planning_leaves_no_trace_and_the_next_step_plans(
 
 
 def test_a_prepare_that_failed_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine())
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine())
     model = conv_model()
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=0.5)
     with pytest.raises(KeyError, match="labels"):
@@ -345,7 +345,7 @@ def test_a_prepare_that_failed_can_be_called_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_skipped_first_step_isnt_planned_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine())
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine())
     model = nn.Sequential(nn.Linear(8, 4))
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=0.5)
     assert session.step(F.cross_entropy(model(torch.full((4, 8), float("nan"))), LABELS)).skipped
@@ -392,7 +392,7 @@ def test_the_step_is_what_a_gradient_reaches() -> None:
 
 
 def test_an_autocast_around_the_step_doesnt_reach_the_races_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine())
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine())
     model = nn.Sequential(nn.Linear(8, 4))
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_time_s=0.5)
     seen: set[torch.dtype] = set()

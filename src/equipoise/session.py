@@ -134,7 +134,8 @@ class Session:
     # -- before the first step
 
     def _begin(self, precision: Any, plan: Plan | str | None) -> None:
-        from .trials import Recorder, named_plan, refuse_unavailable
+        from .planning import named_plan, refuse_unavailable
+        from .trials import Recorder
 
         refuse_taken(self._root)
         if plan is not None:
@@ -197,7 +198,8 @@ class Session:
         return self._make_plan(run, before_first_step=True)
 
     def _make_plan(self, run_step: Any, *, before_first_step: bool = False) -> Plan:
-        from .trials import Recorder, Workbench, plan_session
+        from .planning import plan_session
+        from .trials import Recorder, Workbench
 
         began = time.perf_counter()
         recorder, self._recorder = self._recorder, None

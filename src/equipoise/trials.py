@@ -1,21 +1,19 @@
-"""Trials: real steps of the user's model, after which everything is as it was; and the planning made of them.
+"""Trials: real steps of the user's model, after which everything is as it was.
 
-Enters: a session's model, optimizers and what its first step showed. Leaves: a Plan; weights, buffers,
-gradients, optimizer state and random generators bit for bit as before. Where: once, after the first step or
-in ``prepare``.
+Enters: a session's model, optimizers and what its first step showed. Leaves: the times of a race; weights,
+buffers, gradients, optimizer state and random generators bit for bit as before. Where: under ``planning``.
 
-The way of a planning: quick probe (cached) -> costs of the model's own layers -> arms -> race on real steps
--> decision. The race replays the first step: the same inputs through the model, the same output gradients
-back, and the optimizer's update. Rounds are interleaved, and a round that foreign load disturbed is void.
+The race replays the first step: the same inputs through the model, the same output gradients back, and the
+optimizer's update. Rounds are interleaved, and a round that foreign load disturbed is void.
 """
 
 import copy
 import random
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,32 +21,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from . import ranks
-from .errors import FormatError
 from .foreign_load import ForeignLoad
 from .plan import choose
-from .plan.cost import LayerCall, first_line, gemm_volume, measure_layers, specs_of
-from .plan.machine import probe
-from .policy import Plan, Policy
-from .records import Choice, LayerCost, Machine
+from .plan.cost import LayerCall, first_line, specs_of
 from .step.cast import (
     NARROWABLE,
     Casts,
-    dtype_of,
-    layer_formats,
-    layers,
     map_tensors,
     module_formats,
     unwrapped,
 )
-from .step.layout import ChannelsLast, has_conv_weights
-from .step.optim import Fused, can_fuse, cloned_state, inner_optimizer
+from .step.layout import ChannelsLast
+from .step.optim import Fused, cloned_state, inner_optimizer
 from .watch.rng import rng_state, set_rng_state
 
-MAX_PLAN_S = 30.0
-"""Planning takes at most this long unless the user gives another limit."""
-COST_SHARE = 0.3
-"""Share of the planning time that layers' costs may take; the race has the rest."""
 MAX_ROUNDS = 15
 READING_S = 0.02
 """A reading of the race lasts at least this long: short steps are timed several at a time."""
@@ -321,151 +307,6 @@ class Workbench:
         return ""
 
 
-def named_plan(root: nn.Module, policy: Policy, device: torch.device) -> Plan:
-    """The plan of a policy that the user names: its formats and nothing else.
-
-    Raises:
-        FormatError: the probe found a format unusable or emulated on this device.
-        PolicyError: a pattern matches nothing.
-    """
-    formats = module_formats(root, policy)
-    refuse_unavailable(formats.values(), device)
-    return Plan(policy=policy, formats=layer_formats(root, formats), source="named")
-
-
-def refuse_unavailable(formats: Iterable[str], device: torch.device) -> None:
-    """Ask the probe whether this device has the formats.
-
-    Raises:
-        FormatError: the probe found one unusable or emulated.
-    """
-    used = set(formats) - {"fp32"}
-    if not used:
-        return
-    machine = ranks.from_first(lambda: probe(quick=True, device=device.type))
-    for fmt in sorted(used):
-        verdict = machine.formats.get(fmt)
-        if verdict is not None and (verdict.verdict == "unusable" or verdict.emulated):
-            what = "is emulated" if verdict.emulated else "can't be used"
-            raise FormatError(
-                f"format {fmt!r} {what} on this {device.type}: {verdict.reason}. "
-                "Ask for 'fp32', or for 'auto' to let the measurement choose"
-            )
-
-
-def plan_session(bench: Workbench, limit_s: float | None) -> Plan:
-    """Plan within ``limit_s`` seconds (None: at most 30); rank 0 plans and every rank gets its plan."""
-
-    def plan() -> Plan:
-        # Whatever context the user calls from: an arm's format is its own, and a replay has a backward.
-        with torch.enable_grad(), torch.autocast(bench.device.type, enabled=False):
-            return _plan(bench, MAX_PLAN_S if limit_s is None else limit_s)
-
-    return ranks.from_first(plan)
-
-
-def _plan(bench: Workbench, limit_s: float) -> Plan:
-    began = time.perf_counter()
-    machine = probe(quick=True, device=bench.device.type)
-    half, reason = _half_to_try(bench.root, machine)
-    notes = [] if half else [Choice(what="format", where="*", choice="fp32", reason=reason)]
-    if bench.before_first_step and bench.run_step is not None:
-        with restored(bench.root, bench.optimizers):
-            bench.run_step(nullcontext)
-    bench.recorder.stop()
-    formats_of = {
-        f: layer_formats(bench.root, module_formats(bench.root, Policy(f))) for f in {"fp32", half or "fp32"}
-    }
-    share = _share_that_gains(bench, machine, half)
-    ratio: float | None = None
-    raw_ratio: float | None = None
-
-    def static(why: str) -> Plan:
-        note = f"can't tell: static default ({why})"
-        return choose.static_plan(half, share, ratio, formats_of, note, notes)
-
-    if limit_s <= 0:
-        return static("no time was given to plan")
-    if bench.sharded:
-        return static("the weights are sharded: neither a layer nor a step runs on one rank alone")
-    kept: list[Choice] = []
-    if half is not None:
-        bench.progress(0.0, "timing layers")
-        costs = _layer_costs(bench, half, COST_SHARE * limit_s)
-        bench.timings["layers"] = [asdict(cost) for cost in costs]
-        kept = choose.slow_layers(costs, half)
-        raw_ratio = choose.cost_ratio(costs, half, [])
-        ratio = choose.cost_ratio(costs, half, kept)
-        if ratio is not None and ratio > choose.HOPELESS:
-            notes.append(
-                Choice(
-                    what="format",
-                    where="*",
-                    choice="fp32",
-                    evidence={"cost_ratio": ratio},
-                    reason=f"the layers take {ratio:.2f} times as long in {half}",
-                )
-            )
-            half = None
-    if bench.why_not_raced:
-        return static(bench.why_not_raced)
-    arms = choose.arms_to_race(
-        half,
-        kept,
-        plain_half=raw_ratio is None or raw_ratio <= choose.HOPELESS,
-        can_fuse=all(can_fuse(o) for o in bench.optimizers),
-        has_convs=has_conv_weights(bench.root),
-    )
-    with restored(bench.root, bench.optimizers) as start:
-        race = _race(bench, arms, start, began, limit_s)
-    bench.timings["race"] = {
-        "s_per_step": race.times_s,
-        "dropped": race.dropped,
-        "voided_rounds": race.voided,
-    }
-    formats_of |= {a.name: layer_formats(bench.root, module_formats(bench.root, a.policy)) for a in arms}
-    plan = choose.decide(race, half, kept, formats_of, notes)
-    if plan is None and len(race.dropped) == len(arms):
-        return static(f"a step of this model can't be repeated: {race.dropped[arms[0].name]}")
-    if plan is None:
-        return static(f"{race.rounds} undisturbed rounds, {race.voided} disturbed by foreign load")
-    return plan
-
-
-def _half_to_try(root: nn.Module, machine: Machine) -> tuple[str | None, str]:
-    """The half format worth trying, and why; none where autocast would leave a layer's weights alone."""
-    for name, module in layers(root):
-        for p in module._parameters.values():
-            if isinstance(module, NARROWABLE) and p is not None and (p.is_complex() or p.dtype.itemsize > 4):
-                return None, f"the weights of {name or 'the model'} are {p.dtype}; only FP32 ones are cast"
-    return choose.half_to_try(machine)
-
-
-def _share_that_gains(bench: Workbench, machine: Machine, half: str | None) -> float:
-    if half is None:
-        return 0.0
-    least = choose.smallest_gaining_volume(machine, half)
-    modules = dict(bench.root.named_modules())
-    volumes = [gemm_volume(modules[name], call) for name, call in bench.recorder.calls.items()]
-    return sum(v for v in volumes if v >= least) / sum(volumes) if sum(volumes) else 0.0
-
-
-def _layer_costs(bench: Workbench, half: str, budget_s: float) -> list[LayerCost]:
-    modules = dict(bench.root.named_modules())
-    # A layer inside another (an attention's projection) is part of the outer one's time.
-    calls = {
-        name: call
-        for name, call in bench.recorder.calls.items()
-        if not any(name.startswith(f"{outer}.") for outer in bench.recorder.calls)
-    }
-    dtypes = {"fp32": torch.float32, half: dtype_of(half)}
-    rng = rng_state()
-    try:
-        return measure_layers(modules, calls, dtypes, bench.device, budget_s)
-    finally:
-        set_rng_state(rng)
-
-
 class _Runner:
     """One arm at work: applies it, runs steps, undoes it."""
 
@@ -555,7 +396,7 @@ def _round(runners: list[_Runner], deadline: float, dropped: dict[str, str]) -> 
     return readings
 
 
-def _race(
+def race(
     bench: Workbench, arms: list[choose.Arm], start: Callable[[], None], began: float, limit_s: float
 ) -> choose.Race:
     """Interleaved rounds until the time is spent, or until more rounds wouldn't change the answer."""

@@ -24,7 +24,7 @@ X, Y = torch.randn(64, 8, generator=GENERATOR), torch.randint(0, 3, (64,), gener
 
 @pytest.fixture(autouse=True)
 def recorded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.trials.probe", lambda **_: machine(bf16="use"))
+    monkeypatch.setattr("equipoise.planning.probe", lambda **_: machine(bf16="use"))
 
 
 def by_hand(steps: int) -> list[torch.Tensor]:

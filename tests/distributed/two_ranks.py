@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-import equipoise.trials
+import equipoise.planning
 from equipoise import ranks
 from equipoise.session import Session
 from equipoise.step.scaler import LossScaler
@@ -119,7 +119,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     # A recorded probe: each rank would otherwise read a machine that the other loads.
-    equipoise.trials.probe = lambda **_: machine(bf16="use")
+    equipoise.planning.probe = lambda **_: machine(bf16="use")
     for asked in sys.argv[1:]:
         scenario, precision, bad = asked.split(":")
         result = globals()[scenario](dist.get_rank(), precision, None if bad == "none" else int(bad))
