@@ -16,7 +16,6 @@ from tiny_runs import differences, result_of, start, without_clocks, write_task
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kill -9")
 
-STEPS = 120
 
 
 def _rows(out: Path) -> int:
@@ -56,7 +55,8 @@ def test_killed_three_times_it_ends_with_the_same_bits(tmp_path, workers, precis
     seed = int.from_bytes(os.urandom(4), "big")
     print(f"moments of the kills: random.Random({seed})")
     draw = random.Random(seed)
-    task = write_task(tmp_path, steps=STEPS, eval_every=20, pause_s=0.002)
+    # Rows reach the file up to 50 at a time: each third leaves room for that and for the kills after it.
+    task = write_task(tmp_path, steps=400, eval_every=50, pause_s=0.002)
     whole = tmp_path / "whole"
     config = RunConfig(task=task, precision=precision)
     assert run.train(tasks.resolve(task), config, whole).finished
@@ -65,10 +65,9 @@ def test_killed_three_times_it_ends_with_the_same_bits(tmp_path, workers, precis
     child = start(task, "--precision", precision, "--workers", workers, "--out", out,
                   "--checkpoint-every", "0.15")  # fmt: skip
     seen = []
-    for _ in range(3):
+    for latest in (100, 210, 320):
         low = _rows(out)
-        # The last killed moment leaves room for the two after it.
-        moment = draw.randint(low + 1, max(low + 1, STEPS - 30 if low < STEPS - 40 else STEPS - 8))
+        moment = draw.randint(low + 1, max(low + 1, latest))
         _kill_at(child, out, moment, draw.uniform(0, 0.02))
         seen.append(moment)
         child = start("--resume", out)
