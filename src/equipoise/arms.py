@@ -35,7 +35,7 @@ ROUNDS = 12
 WARM_ROUNDS = 2
 """Rounds at the start of each seed that don't count: kernels are chosen and caches filled in them."""
 HOPELESS = 4.0
-"""Plain autocast this many times slower than FP32 is stopped: without half kernels it is 40 to 130 times."""
+"""Plain autocast this many times slower than FP32 is stopped: without half kernels it may never end."""
 HOPELESS_S = 20.0
 """But not before it has trained for this long."""
 

@@ -25,7 +25,7 @@ class ChannelsLast:
     """4-d weights in ``channels_last``; :meth:`remove` restores each one's strides.
 
     Gradients and optimizer state that exist already are laid out alike, since an update over two layouts is
-    slow (FP32 weight, unequal gradient layout: 4.6x on 512x512x3x3). State that is saved leaves in the layout
+    slow. State that is saved leaves in the layout
     that the weight had, and state that is loaded gets the present one: torch's fused update needs them alike.
     """
 
