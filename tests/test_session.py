@@ -65,7 +65,7 @@ def test_steps_equal_the_hand_written_loop_bit_for_bit(name: str, precision: str
         torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0)
         opt.step()
         opt.zero_grad()
-    session = Session(ours, OPTIMIZERS[name](ours.parameters()), precision=precision)
+    session = Session(ours, OPTIMIZERS[name](ours.parameters()), precision=precision, sensitive="torch")
     for _ in range(5):
         with session.autocast():
             loss = F.cross_entropy(ours(X), Y)
@@ -93,6 +93,7 @@ def test_fp16_equals_the_grad_scaler_loop() -> None:
         ours,
         torch.optim.SGD(ours.parameters(), lr=0.05),
         precision="fp16",
+        sensitive="torch",
         scaler=LossScaler("cpu", init_scale=2.0**26),
     )
     skipped = []

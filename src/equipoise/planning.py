@@ -10,7 +10,7 @@ Source: the rules are in ``plan/choose.py``, the measurements in ``plan/cost.py`
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch import nn
@@ -34,16 +34,13 @@ COST_SHARE = 0.3
 """Share of the planning time that layers' costs may take; the race has the rest."""
 
 
-def named_plan(root: nn.Module, policy: Policy, device: torch.device) -> Plan:
+def named_plan(root: nn.Module, policy: Policy) -> Plan:
     """The plan of a policy that the user names: its formats and nothing else.
 
     Raises:
-        FormatError: the probe found a format unusable or emulated on this device.
         PolicyError: a pattern matches nothing.
     """
-    formats = module_formats(root, policy)
-    refuse_unavailable(formats.values(), device)
-    return Plan(policy=policy, formats=layer_formats(root, formats), source="named")
+    return Plan(policy=policy, formats=layer_formats(root, module_formats(root, policy)), source="named")
 
 
 def refuse_unavailable(formats: Iterable[str], device: torch.device) -> None:
@@ -71,7 +68,8 @@ def plan_session(bench: Workbench, limit_s: float | None) -> Plan:
     def plan() -> Plan:
         # Whatever context the user calls from: an arm's format is its own, and a replay has a backward.
         with torch.enable_grad(), torch.autocast(bench.device.type, enabled=False):
-            return _plan(bench, MAX_PLAN_S if limit_s is None else limit_s)
+            plan = _plan(bench, MAX_PLAN_S if limit_s is None else limit_s)
+        return replace(plan, sensitive=bench.sensitive)
 
     return ranks.from_first(plan)
 

@@ -168,6 +168,10 @@ class Plan:
     """``contiguous`` or ``channels_last``: how 4-d weights lie in memory."""
     fused_optimizer: bool = False
     """Whether optimizers use torch's one-kernel update; False leaves each as the user made it."""
+    sensitive: str = "equipoise"
+    """Whose list of operators stays in FP32: ``equipoise``, the same on every device, or ``torch``."""
+    emulate: bool = False
+    """Whether half formats are computed by casts there and back: their numbers, not their speed."""
     choices: Sequence[Choice] = ()
     source: str = "named"
     """``named`` (asked for by format), ``static`` (the default: nothing could be told apart), ``auto``
@@ -183,6 +187,7 @@ class Plan:
         """
         for what, value, allowed in (
             ("memory_format", self.memory_format, ("contiguous", "channels_last")),
+            ("sensitive", self.sensitive, ("equipoise", "torch")),
             ("source", self.source, ("named", "static", "auto", "pinned")),
         ):
             if value not in allowed:
@@ -202,6 +207,8 @@ class Plan:
                 "policy": str(self.policy),
                 "memory_format": self.memory_format,
                 "fused_optimizer": self.fused_optimizer,
+                "sensitive": self.sensitive,
+                "emulate": self.emulate,
                 "source": self.source,
                 "note": self.note,
                 "formats": dict(self.formats),
@@ -261,12 +268,14 @@ class Plan:
 
     def same_decisions(self, other: "Plan") -> bool:
         """Whether both decide alike; reasons and measured figures may differ."""
-        return (self.policy, dict(self.formats), self.memory_format, self.fused_optimizer) == (
-            other.policy,
-            dict(other.formats),
-            other.memory_format,
-            other.fused_optimizer,
-        )
+
+        def decisions(plan: "Plan") -> tuple[object, ...]:
+            return (
+                plan.policy, dict(plan.formats), plan.memory_format, plan.fused_optimizer, plan.sensitive,
+                plan.emulate,
+            )  # fmt: skip
+
+        return decisions(self) == decisions(other)
 
     def explain(self) -> str:
         """Every choice with its reason, for people."""
@@ -276,6 +285,10 @@ class Plan:
             f"layers: {counts}; weights {self.memory_format}; optimizer "
             + ("fused" if self.fused_optimizer else "as given"),
         ]
+        if self.sensitive == "torch":
+            lines.append("operators in FP32: torch's own autocast list for this device")
+        if self.emulate:
+            lines.append("half formats emulated: their numbers by casts there and back, not their speed")
         if self.note:
             lines.append(self.note)
         lines += [f"{c.what} {c.where}: {c.choice} because {c.reason}" for c in self.choices]
@@ -296,7 +309,7 @@ class Plan:
 
 _TOML_TYPES = {
     "policy": str, "formats": dict, "memory_format": str, "fused_optimizer": bool, "choices": list,
-    "source": str, "note": str,
+    "sensitive": str, "emulate": bool, "source": str, "note": str,
 }  # fmt: skip
 
 

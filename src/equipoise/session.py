@@ -10,8 +10,10 @@ Only :meth:`Session._apply` changes the user's objects, and :meth:`Session.resto
 
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -22,7 +24,7 @@ from . import ranks
 from .errors import FormatError, NonFiniteError, PolicyError, SessionError, StallError
 from .notice import PlanNotice
 from .policy import Plan, as_policy
-from .records import ReportSink, StepParts, StepReport
+from .records import Choice, ReportSink, StepParts, StepReport
 from .step import gradients
 from .step.cast import Casts, layer_formats, module_formats, one_root, refuse_taken
 from .step.feed import DeviceFeed
@@ -57,6 +59,10 @@ class Session:
         lr_scheduler: one or a list with ``step()``; advanced only when a step was taken.
         ema: one or a list with ``update_parameters(model)``; updated only when a step was taken.
         scaler: the LossScaler for FP16; a default one is made where it is needed.
+        sensitive: ``"equipoise"`` keeps the operators of ``equipoise.sensitive`` in FP32 on every device,
+            ``"torch"`` those of torch's own autocast list for this device.
+        emulate: compute a named half format by casts there and back, on a CPU without its kernels: its
+            numbers, not its speed.
         nonfinite: ``"skip"`` leaves the weights alone when a gradient is not finite, ``"raise"`` raises.
         on_report: called with flat scalars on sampled steps.
         report_every: steps between two sampled ones, whose values are read from the device.
@@ -79,6 +85,8 @@ class Session:
         lr_scheduler: Any = None,
         ema: Any = None,
         scaler: LossScaler | None = None,
+        sensitive: str = "equipoise",
+        emulate: bool = False,
         nonfinite: str = "skip",
         on_report: ReportSink | None = None,
         report_every: int = 50,
@@ -89,7 +97,7 @@ class Session:
         self._optimizers = distinct_optimizers(_as_list(optimizer))
         self._schedulers = _as_list(lr_scheduler)
         self._emas = _as_list(ema)
-        _check_arguments(nonfinite, report_every, plan_time_s)
+        _check_arguments(sensitive, nonfinite, report_every, plan_time_s)
         _check_helpers(self._schedulers, scaler)
         _check_wide(self._root)
         self.device = _device_of(self._optimizers)
@@ -98,6 +106,8 @@ class Session:
         self._on_report = on_report
         self._report_every = report_every
         self._plan_time_s = plan_time_s
+        self._sensitive = sensitive
+        self._emulate = emulate
         self._user_scaler = scaler
         self.history = History()
         self.step_count = 0
@@ -119,6 +129,7 @@ class Session:
         self._casts: Casts | None = None
         self._undo: list[Callable[[], None]] = []
         self._recorder: Any = None
+        self._first_planned = 0
         self._closed = False
         self._backwards = 0
         # Clocks of a sampled step, seconds: end of the step before, start of forward.
@@ -140,12 +151,22 @@ class Session:
         refuse_taken(self._root)
         if plan is not None:
             plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-            refuse_unavailable(plan.policy.formats, self.device)
+            if not plan.emulate:
+                refuse_unavailable(plan.policy.formats, self.device)
             self._apply(plan.pinned())
         elif isinstance(precision, str) and precision.strip().lower() == "auto":
+            if self._emulate:
+                raise SessionError(
+                    "emulate=True with precision='auto': auto measures what is fast, and emulation never is. "
+                    "Name the format: precision='fp16'"
+                )
             self._recorder = Recorder(self._root)
         else:
-            self._apply(named_plan(self._root, as_policy(precision), self.device))
+            policy = as_policy(precision)
+            if not self._emulate:
+                refuse_unavailable(module_formats(self._root, policy).values(), self.device)
+            plan = named_plan(self._root, policy)
+            self._apply(replace(plan, sensitive=self._sensitive, emulate=self._emulate))
 
     def _apply(self, plan: Plan) -> None:
         """The one place where a plan changes the user's objects."""
@@ -155,7 +176,14 @@ class Session:
             _check_plan_fits(plan, formats)
         _check_castable(self._root, formats)
         self._undo_all()
-        self._casts = Casts(self._root, resolved, self.device.type)
+        self._casts = Casts(
+            self._root,
+            resolved,
+            self.device.type,
+            table=plan.sensitive == "equipoise",
+            emulate=plan.emulate,
+            models=self._models,
+        )
         self._undo.append(self._casts.remove)
         if plan.memory_format == "channels_last":
             inner = [inner_optimizer(o) for o in self._optimizers]
@@ -167,6 +195,7 @@ class Session:
         elif not self.scaler.is_enabled():
             self._updater.use(self._user_scaler or LossScaler(self.device.type))
         self.plan = plan
+        self._first_planned = self.step_count + 1
 
     def _undo_all(self) -> None:
         while self._undo:
@@ -209,6 +238,7 @@ class Session:
             device=self.device,
             recorder=recorder,
             run_step=run_step,
+            sensitive=self._sensitive,
             before_first_step=before_first_step,
         )
         with PlanNotice() as notice:
@@ -261,11 +291,7 @@ class Session:
             )
         self._backwards += 1
         scaled = self.scaler.scale(loss) if self.scaler.is_enabled() else loss
-        if torch.is_autocast_enabled(self._device_type):
-            # A backward inside the context would run its products in half, those of FP32 layers too.
-            with torch.autocast(self.device.type, enabled=False):
-                torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
-        else:
+        with _NO_CONTEXT if self._casts is None else self._casts.backward_context():
             torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
 
     def unscale(self) -> None:
@@ -480,6 +506,8 @@ class Session:
 
     def _report(self, report: StepReport) -> StepReport:
         self.history.append(report)
+        if self.step_count == self._first_planned and self._casts is not None:
+            self._say_what_never_ran(self._casts.never_ran())
         if self._sampled and self._on_report is not None:
             self._on_report(_flat(report))
         if self._recorder is not None:
@@ -489,6 +517,18 @@ class Session:
             now = time.perf_counter()
             self._clock = (now, now)
         return report
+
+    def _say_what_never_ran(self, names: list[str]) -> None:
+        if not names or self.plan is None:
+            return
+        reason = "its forward didn't run in the first step: a format acts on a module's own forward"
+        unused = [Choice(what="format", where=name, choice="no effect", reason=reason) for name in names]
+        self.plan = replace(self.plan, choices=(*self.plan.choices, *unused))
+        warnings.warn(
+            f"the policy gives {', '.join(names)} a format of its own, and {reason}. Name the module that "
+            "computes with its weight",
+            stacklevel=4,
+        )
 
     def _plan_after(self, report: StepReport) -> None:
         """Plan on the step that was recorded; one with gradients that aren't finite waits for the next."""
@@ -658,7 +698,9 @@ def _device_of(optimizers: list[Any]) -> torch.device:
     raise SessionError("the optimizer holds no parameters; there is nothing to train")
 
 
-def _check_arguments(nonfinite: str, report_every: int, plan_time_s: float | None) -> None:
+def _check_arguments(sensitive: str, nonfinite: str, report_every: int, plan_time_s: float | None) -> None:
+    if sensitive not in ("equipoise", "torch"):
+        raise SessionError(f"sensitive is {sensitive!r}; allowed: 'equipoise', 'torch'")
     if nonfinite not in ("skip", "raise"):
         raise SessionError(f"nonfinite is {nonfinite!r}; allowed: 'skip', 'raise'")
     if report_every < 1:

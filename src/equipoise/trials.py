@@ -285,6 +285,8 @@ class Workbench:
     recorder: Recorder
     run_step: RunStep | None
     """Forward and backward of one real step; None when the first step's couldn't be recorded."""
+    sensitive: str = "equipoise"
+    """Whose operator list is in force in each arm that computes in half."""
     before_first_step: bool = False
     """Whether the layers' calls must be recorded first, by running the step once in FP32."""
     progress: Callable[[float, str], None] = lambda share, what: None
@@ -322,7 +324,8 @@ class _Runner:
         bench = self._bench
         self._start()
         inner = [inner_optimizer(o) for o in bench.optimizers]
-        casts = Casts(bench.root, self._formats, bench.device.type)
+        table = bench.sensitive == "equipoise"
+        casts = Casts(bench.root, self._formats, bench.device.type, table=table)
         undo = [casts.remove]
         try:
             if self.arm.memory_format == "channels_last":

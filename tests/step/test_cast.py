@@ -11,6 +11,7 @@ from torch import nn
 from equipoise.errors import PolicyError, SessionError
 from equipoise.formats import FORMATS
 from equipoise.policy import Policy
+from equipoise.session import Session
 from equipoise.step.cast import Casts, dtype_of, layer_formats, layers, module_formats, one_root, unwrapped
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -173,3 +174,28 @@ def test_what_wraps_a_model_is_looked_through() -> None:
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_every_format_has_its_dtype(name: str) -> None:
     assert dtype_of(name).itemsize * 8 == FORMATS[name].bits
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 8), nn.Linear(8, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.embed(x), self.head.weight)
+
+
+def test_a_format_for_a_module_whose_forward_never_runs_is_named_after_the_first_step() -> None:
+    model = TiedHead()
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16; head=fp32")
+    with session.autocast():
+        loss = model(torch.arange(5)).float().square().mean()
+    with pytest.warns(UserWarning, match="gives head a format of its own"):
+        session.step(loss)
+    assert "format head: no effect" in session.explain()
+    with session.autocast():
+        loss = model(torch.arange(5)).float().square().mean()
+    session.step(loss)  # once is enough
+    session.restore()
+    assert not model.head._forward_pre_hooks

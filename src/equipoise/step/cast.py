@@ -17,10 +17,12 @@ Hugging Face Accelerate replaces ``forward`` likewise.
 
 import copy
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from torch import nn
 from ..errors import PolicyError, SessionError
 from ..formats import FORMATS
 from ..policy import Policy
+from .compiled import Borders
+from .operators import REGION, Backward, Kernels, autocast
 
 NARROWABLE = (
     nn.Linear,
@@ -46,6 +50,7 @@ NARROWABLE = (
 """Layers whose products run in the policy's format. Norms, embeddings and activations follow their inputs."""
 
 _OWN_FORWARD = "_equipoise_forward"
+_NO_CONTEXT = nullcontext()
 
 
 def dtype_of(format_name: str) -> torch.dtype:
@@ -142,24 +147,55 @@ def is_half(tensor: torch.Tensor) -> bool:
 
 
 def _forward_wide(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = _widened(args), _widened(kwargs)
     device = self.__dict__["_equipoise_device"]
+    args, kwargs = _widened(args), _widened(kwargs)
     if not torch.is_autocast_enabled(device):
         return self.__dict__[_OWN_FORWARD](*args, **kwargs)
+    if torch.compiler.is_compiling() and not torch.is_autocast_enabled(REGION):
+        return _wide_uncompiled(self, args, kwargs)
     with torch.autocast(device, enabled=False):
         return self.__dict__[_OWN_FORWARD](*args, **kwargs)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _wide_uncompiled(self: nn.Module, args: Any, kwargs: Any) -> Any:
+    """An FP32 layer in a function that the user compiled: traced there, its backward would run in half."""
+    warnings.warn(
+        "a layer kept in FP32 is called inside a function under torch.compile that was entered under "
+        "session.autocast(): it runs uncompiled. Compile the model instead, or enter session.autocast() "
+        "inside the function",
+        stacklevel=2,
+    )
+    with torch.autocast(self.__dict__["_equipoise_device"], enabled=False):
+        return self.__dict__[_OWN_FORWARD](*args, **kwargs)
+
+
+def _own_autocast(module: nn.Module) -> AbstractContextManager[Any]:
+    own = module.__dict__
+    return autocast(
+        own["_equipoise_device"], own["_equipoise_dtype"], own["_equipoise_table"], own["_equipoise_emulate"]
+    )
+
+
 def _forward_narrow(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast(self.__dict__["_equipoise_device"], dtype=self.__dict__["_equipoise_dtype"]):
+    with _own_autocast(self):
         out = self.__dict__[_OWN_FORWARD](*args, **kwargs)
     return _widened(out)
 
 
 def _forward_other_half(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # One half inside the other: the inner autocast casts inputs and weights to its own dtype.
-    with torch.autocast(self.__dict__["_equipoise_device"], dtype=self.__dict__["_equipoise_dtype"]):
+    with _own_autocast(self):
         return self.__dict__[_OWN_FORWARD](*args, **kwargs)
+
+
+def _forward_region(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # The first module of a compiled region: its border left autocast behind, here it is entered again.
+    own = self.__dict__
+    if torch.is_autocast_enabled(own["_equipoise_device"]) or not torch.is_autocast_enabled(REGION):
+        return own[_OWN_FORWARD](*args, **kwargs)
+    with _own_autocast(self):
+        return own[_OWN_FORWARD](*args, **kwargs)
 
 
 _AT_WORK: "weakref.WeakSet[Casts]" = weakref.WeakSet()
@@ -187,7 +223,7 @@ def _unwrap(module: nn.Module) -> None:
         own["forward"] = forward
     else:
         own.pop("forward", None)
-    for key in ("_equipoise_device", "_equipoise_dtype"):
+    for key in ("_equipoise_device", "_equipoise_dtype", "_equipoise_table", "_equipoise_emulate"):
         own.pop(key, None)
 
 
@@ -198,6 +234,9 @@ class Casts:
         model: the user's module, not wrapped.
         formats: format of every module by dotted name, the root ``""`` included.
         device: torch device type.
+        table: whether Equipoise's operator table is in force (else torch's own autocast lists).
+        emulate: half formats by casts there and back.
+        models: what the user calls, where that isn't ``model`` itself: wrapped or compiled.
 
     Raises:
         PolicyError: one weight would be read in two half formats (autocast caches its copy by weight alone),
@@ -205,39 +244,73 @@ class Casts:
         SessionError: another session's policy is at work on a module.
     """
 
-    def __init__(self, model: nn.Module, formats: Mapping[str, str], device: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        formats: Mapping[str, str],
+        device: str,
+        *,
+        table: bool = True,
+        emulate: bool = False,
+        models: Sequence[nn.Module] = (),
+    ) -> None:
         _refuse_two_halves(model, formats)
         _refuse_split_attention(model, formats)
         refuse_taken(model)
         self.root_format = formats[""]
         self._device = device
+        self._half = FORMATS[self.root_format].is_half
+        self._dtype = dtype_of(self.root_format)
+        self._table = table
+        self._uses_half = any(FORMATS[f].is_half for f in formats.values())
+        self._emulate = emulate
+        self._kernels = [Kernels(device)] if table and self._uses_half else []
+        if emulate and self._uses_half:
+            self._kernels.append(Kernels(device, emulate=True))
         self.wrapped: list[nn.Module] = []
         """Modules whose forward is replaced."""
+        self._unseen: set[str] = set()
+        self._seeing: list[Any] = []
         parents: dict[int, set[str]] = {}  # a module may stand in several
         for name, module in model.named_modules():
             if _OWN_FORWARD in module.__dict__:  # a copy, or its session is gone: nobody else will undo it
                 _unwrap(module)
             for child in module.children():
                 parents.setdefault(id(child), set()).add(formats[name])
+        self._borders = Borders(models or [model], device)
+        entering = {id(m) for m in self._borders.inside}
+        if emulate and entering:
+            self._borders.remove()
+            raise SessionError("emulation runs in eager code only; hand over the model without torch.compile")
         for name, module in model.named_modules():
             if name and parents[id(module)] != {formats[name]}:
                 self._wrap(module, formats[name], parents[id(module)])
+                if not entering:  # a hook would be compiled in
+                    self._unseen.add(name)
+                    hook = partial(_see_forward, self._unseen, name)
+                    self._seeing.append(module.register_forward_pre_hook(hook))
+            elif FORMATS[formats[name]].is_half and (id(module) in entering or (not name and entering)):
+                self._wrap(module, formats[name], None)
         _AT_WORK.add(self)
-        self._half = FORMATS[self.root_format].is_half
-        self._dtype = dtype_of(self.root_format)
         # A weight changed by hand inside a context must be seen: the copy that autocast keeps is dropped
-        # whenever the model starts a forward.
-        self._fresh = model.register_forward_pre_hook(_drop_cached_casts) if self._half else None
+        # whenever the model starts a forward. Compiled regions do so at their border.
+        fresh = self._half and id(model) not in entering
+        self._fresh = model.register_forward_pre_hook(_drop_cached_casts) if fresh else None
 
-    def _wrap(self, module: nn.Module, format_name: str, parent_formats: set[str]) -> None:
+    def _wrap(self, module: nn.Module, format_name: str, parent_formats: set[str] | None) -> None:
+        """Replace the forward; ``parent_formats`` None: it has its parent's, and starts a compiled region."""
         own = module.__dict__
         # object.__setattr__: nn.Module's own would look for parameters and modules in each value.
         object.__setattr__(module, "_equipoise_had_forward", "forward" in own)
         object.__setattr__(module, _OWN_FORWARD, module.forward)
         object.__setattr__(module, "_equipoise_device", self._device)
         object.__setattr__(module, "_equipoise_dtype", dtype_of(format_name))
-        if format_name == "fp32":
-            function: Callable[..., Any] = _forward_wide
+        object.__setattr__(module, "_equipoise_table", self._table)
+        object.__setattr__(module, "_equipoise_emulate", self._emulate)
+        if parent_formats is None:
+            function: Callable[..., Any] = _forward_region
+        elif format_name == "fp32":
+            function = _forward_wide
         elif "fp32" in parent_formats:
             function = _forward_narrow
         else:
@@ -245,9 +318,22 @@ class Casts:
         object.__setattr__(module, "forward", types.MethodType(function, module))
         self.wrapped.append(module)
 
+    def never_ran(self) -> list[str]:
+        """Modules with a format of their own whose forward hasn't run by now; ends the watch for them."""
+        for handle in self._seeing:
+            handle.remove()
+        self._seeing.clear()
+        return sorted(self._unseen)
+
     def context(self) -> AbstractContextManager[Any]:
         """What a forward runs under: autocast in the root's half format, or nothing."""
-        return torch.autocast(self._device, dtype=self._dtype) if self._half else nullcontext()
+        if not self._half:
+            return _NO_CONTEXT
+        return autocast(self._device, self._dtype, self._table, self._emulate)
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        """What a backward runs under."""
+        return Backward(self._device, self._table, self._emulate) if self._uses_half else _NO_CONTEXT
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -260,14 +346,22 @@ class Casts:
         for module in self.wrapped:
             _unwrap(module)
         self.wrapped.clear()
+        self.never_ran()
+        self._borders.remove()
+        for kernels in self._kernels:
+            kernels.remove()
         _AT_WORK.discard(self)
         if self._fresh is not None:
             self._fresh.remove()
             self._fresh = None
 
 
-for _forward in (_forward_wide, _forward_narrow, _forward_other_half):
+for _forward in (_forward_wide, _forward_narrow, _forward_other_half, _forward_region):
     _forward.__name__ = "forward"
+
+
+def _see_forward(unseen: set[str], name: str, module: nn.Module, args: Any) -> None:
+    unseen.discard(name)
 
 
 def _drop_cached_casts(module: nn.Module, args: Any) -> None:

@@ -1,0 +1,419 @@
+"""The operator table at work: kernels that stand where autocast looks, on every device.
+
+Enters: operators called under ``Session.autocast()``, as functions, methods, Python operators or inside
+modules, in forward and in a recomputed forward. Leaves: the same operators computed as
+:mod:`equipoise.sensitive` says. Where: inside a step, between the user's call and autograd.
+
+Kernels are Python functions registered at torch's autocast dispatch keys, for the rows that the device's own
+autocast treats otherwise. They act on the whole process, so each call looks at a flag that belongs to its
+thread: without it, it does what torch alone does. They come with the first :class:`Kernels` and go with the
+last.
+
+The flag is the autocast state of a device type that no machine has any more (``ipu``). It thereby follows
+wherever autocast's own state does: into the threads of a backward pass, into ``torch.compile``'s guards (code
+that was compiled under plain autocast isn't reused) and into the keys of its caches on disk, and costs no
+more than a look at a thread-local bit. The table's hash goes into ``torch.compiler.config.cache_key_tag``
+as well: another version's code isn't ours.
+
+Source: ``aten/src/ATen/autocast_mode.h`` of torch 2.13 for what a kernel at these keys does.
+"""
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from ..sensitive import OPERATORS, Operator, table_hash
+from . import emulate, functions
+from .emulate import Emulation
+from .emulate import is_on as emulating
+
+_FLAG = "ipu"
+"""The device type whose autocast state says that the table counts on this thread."""
+
+REGION = "maia"
+"""The device type whose autocast state says: this is a compiled region, which enters autocast by itself."""
+
+_HALVES = (torch.bfloat16, torch.float16)
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
+
+_enabled = torch.is_autocast_enabled
+_set_enabled = torch.set_autocast_enabled
+_Excluded: Any = torch._C._ExcludeDispatchKeyGuard
+
+
+def table_counts() -> bool:
+    """Whether the table is in force on this thread."""
+    return _enabled(_FLAG)
+
+
+class _Ambient:
+    """Torch's autocast, with the table in force, as eager code enters it."""
+
+    __slots__ = ("_autocast", "_before")
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self._autocast: Any = torch.autocast(device, dtype=dtype)
+        self._before = False
+
+    def __enter__(self) -> None:
+        self._autocast.__enter__()
+        self._before = _enabled(_FLAG)
+        _set_enabled(_FLAG, True)
+
+    def __exit__(self, *error: Any) -> None:
+        _set_enabled(_FLAG, self._before)
+        self._autocast.__exit__(*error)
+
+
+class _Emulated:
+    """Autocast by casts there and back, with the table in force or torch's own lists."""
+
+    __slots__ = ("_autocast", "_emulation")
+
+    def __init__(self, device: str, dtype: torch.dtype, table: bool) -> None:
+        self._autocast: Any = _Ambient(device, dtype) if table else torch.autocast(device, dtype=dtype)
+        self._emulation = Emulation(True)
+
+    def __enter__(self) -> None:
+        self._autocast.__enter__()
+        self._emulation.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._emulation.__exit__(*error)
+        self._autocast.__exit__(*error)
+
+
+@contextmanager
+def _within(device: str, dtype: torch.dtype, table: bool) -> Iterator[None]:
+    # torch.compile follows autocast only where `with` is written out like this.
+    with torch.autocast(device, dtype=dtype), torch.autocast(REGION, dtype=torch.bfloat16):
+        if table:
+            with torch.autocast(_FLAG, dtype=torch.bfloat16):
+                yield
+        else:
+            yield
+
+
+def autocast(
+    device: str, dtype: torch.dtype, table: bool, emulate: bool = False
+) -> AbstractContextManager[Any]:
+    """Autocast in ``dtype``, with the table in force or torch's own lists; in eager and in compiled code.
+
+    ``emulate`` computes the half list by casts there and back; eager only.
+    """
+    if torch.compiler.is_compiling():
+        return _within(device, dtype, table)
+    if emulate:
+        return _Emulated(device, dtype, table)
+    return _Ambient(device, dtype) if table else torch.autocast(device, dtype=dtype)
+
+
+class Backward:
+    """What a backward runs under: no autocast, which would run the products of FP32 layers in half; but the
+    table in force, for forwards that are recomputed.
+    """
+
+    __slots__ = ("_autocast", "_before", "_device", "_emulation", "_table")
+
+    def __init__(self, device: str, table: bool, emulate: bool) -> None:
+        self._device = device
+        self._table = table
+        self._emulation = Emulation(emulate)
+        self._autocast: Any = None
+        self._before = False
+
+    def __enter__(self) -> None:
+        if _enabled(self._device):
+            self._autocast = torch.autocast(self._device, enabled=False)
+            self._autocast.__enter__()
+        self._before = _enabled(_FLAG)
+        _set_enabled(_FLAG, self._table)
+        self._emulation.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._emulation.__exit__(*error)
+        _set_enabled(_FLAG, self._before)
+        if self._autocast is not None:
+            self._autocast.__exit__(*error)
+
+
+# -- what a kernel does -----------------------------------------------------------------------------------
+
+Kernel = Callable[..., Any]
+Plain = Callable[..., Any]
+"""``plain(keyset, *args, **kwargs)``: what torch alone does at this key."""
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in _HALVES else value
+    return [_widened(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _narrowed(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        wide = value.is_floating_point() and value.dtype is not torch.float64
+        return value.to(dtype) if wide else value
+    return [_narrowed(v, dtype) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _fp32(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
+    """Half inputs widened; the result is FP32."""
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _enabled(_FLAG):
+            return plain(keyset, *args, **kwargs)
+        wide = [_widened(a) for a in args]
+        with _Excluded(keys):
+            return op(*wide, **{k: _widened(v) for k, v in kwargs.items()})
+
+    return kernel
+
+
+def _fp32_out(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
+    """The result is FP32 unless the user said what it shall be; for operators that take ``dtype``."""
+    arguments = op._schema.arguments
+    at = [a.name for a in arguments].index("dtype")
+    by_name = arguments[at].kwarg_only
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _enabled(_FLAG):
+            return plain(keyset, *args, **kwargs)
+        given = kwargs.get("dtype") if by_name or len(args) <= at else args[at]
+        if given is None and args[0].dtype in _HALVES:
+            args = (args[0].float(), *args[1:])
+        with _Excluded(keys):
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _softmax(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
+    """As ``fp32_out``, and a score that half made -inf counts as half's lowest number.
+
+    A mask of the lowest number added to scores overflows in half: a row masked in full would be NaN, where
+    FP32 gives it equal weights.
+    """
+    wide = _fp32_out(op, keys, plain, device)
+
+    def kernel(keyset: Any, scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if scores.dtype in _HALVES and _enabled(_FLAG):
+            scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+        return wide(keyset, scores, *args, **kwargs)
+
+    return kernel
+
+
+def _promote(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
+    """Floating inputs of several widths are brought to the widest."""
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _enabled(_FLAG):
+            return plain(keyset, *args, **kwargs)
+        dtypes = {t.dtype for t in _tensors((*args, *kwargs.values())) if t.is_floating_point()}
+        if len(dtypes) > 1 and dtypes & set(_HALVES):
+            if dtypes == set(_HALVES) or torch.float32 in dtypes:
+                args = tuple(_widened(a) for a in args)
+                kwargs = {k: _widened(v) for k, v in kwargs.items()}
+        with _Excluded(keys):
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _half(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
+    """Inputs and weights in autocast's half."""
+    emulated = emulate.kernel(op, keys, device)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _enabled(_FLAG):
+            return plain(keyset, *args, **kwargs)
+        if emulating():
+            return emulated(*args, **kwargs)
+        dtype = torch.get_autocast_dtype(device)
+        narrow = [_narrowed(a, dtype) for a in args]
+        with _Excluded(keys):
+            return op(*narrow, **{k: _narrowed(v, dtype) for k, v in kwargs.items()})
+
+    return kernel
+
+
+def _inside(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
+    """Statistics in FP32 inside torch's kernel; the result follows the input, half weights are widened."""
+
+    def kernel(keyset: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _enabled(_FLAG):
+            return plain(keyset, x, *args, **kwargs)
+        with _Excluded(keys):
+            return op(x, *(_widened(a) for a in args), **kwargs)
+
+    return kernel
+
+
+def _emulated(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
+    """Half by casts there and back while this thread emulates."""
+    emulated = emulate.kernel(op, keys, device)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return emulated(*args, **kwargs) if emulating() else plain(keyset, *args, **kwargs)
+
+    return kernel
+
+
+_MAKERS: dict[str, Callable[[Any, Any, Plain, str], Kernel]] = {
+    "fp32": _fp32,
+    "fp32_out": _fp32_out,
+    "softmax": _softmax,
+    "promote": _promote,
+    "half": _half,
+    "inside": _inside,
+}
+
+
+# -- installed and removed --------------------------------------------------------------------------------
+
+_Set = tuple[str, bool]
+"""A set of kernels: the device type, and whether it is the one that emulates."""
+
+
+class _Installed:
+    """The kernels of this process; a library for each set in use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: dict[_Set, int] = {}
+        self._libraries: dict[_Set, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def devices(self) -> set[str]:
+        """Device types with kernels in place."""
+        return {device for device, _ in self._libraries}
+
+    def acquire(self, device: str, emulate: bool) -> None:
+        key = device, emulate
+        with self._lock:
+            self._users[key] = self._users.get(key, 0) + 1
+            if self._users[key] > 1 or device not in _KEYS:
+                return
+            if not self._libraries:
+                self._undo += [_tag_caches(), functions.install(_for_backward)]
+            self._libraries[key] = _library(device, emulate)
+
+    def release(self, device: str, emulate: bool) -> None:
+        key = device, emulate
+        with self._lock:
+            self._users[key] -= 1
+            if self._users[key] or key not in self._libraries:
+                return
+            self._libraries.pop(key)._destroy()
+            while self._undo and not self._libraries:
+                self._undo.pop()()
+
+
+_INSTALLED = _Installed()
+
+
+class Kernels:
+    """A hold on the kernels for one device type; :meth:`remove`, or its end, lets go.
+
+    Args:
+        device: torch device type; one without autocast has no kernels.
+        emulate: the kernels that compute half by casts there and back, not the table's.
+    """
+
+    def __init__(self, device: str, *, emulate: bool = False) -> None:
+        _INSTALLED.acquire(device, emulate)
+        self._finalizer = weakref.finalize(self, _INSTALLED.release, device, emulate)
+
+    def remove(self) -> None:
+        """Let go; further calls do nothing."""
+        self._finalizer()
+
+
+def _tag_caches() -> Callable[[], None]:
+    config: Any = torch.compiler.config
+    before = config.cache_key_tag
+    config.cache_key_tag = f"{before}+equipoise-{table_hash()}"
+
+    def remove() -> None:
+        config.cache_key_tag = before
+
+    return remove
+
+
+def _for_backward() -> Callable[[], AbstractContextManager[Any]] | None:
+    """The autocast of this moment, to be entered again when a Function's backward runs."""
+    for device in _INSTALLED.devices:
+        if _enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            return partial(autocast, device, dtype, _enabled(_FLAG), emulating())
+    return None
+
+
+def overload(name: str) -> Any:
+    """The torch operator of a schema name such as ``softmax.int``; None where this torch has none."""
+    base, _, which = name.partition(".")
+    packet = getattr(torch.ops.aten, base, None)
+    return None if packet is None else getattr(packet, which or "default", None)
+
+
+def _library(device: str, emulate: bool) -> Any:
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    key = _KEYS[device]
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    with warnings.catch_warnings():
+        # Replacing torch's own kernel is what is meant here.
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        for row in OPERATORS:
+            op = overload(row.name)
+            if op is None or not _needs_kernel(row, op, device, emulate):
+                continue
+            plain = _plain(op, device)
+            if emulate:
+                kernel = _emulated(op, keys, plain, device)
+            else:
+                kernel = _MAKERS[row.kind](op, keys, plain, device)
+            library.impl(op, kernel, key, with_keyset=True)
+    return library
+
+
+def _has_own(op: Any, device: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _KEYS[device]))
+
+
+def _needs_kernel(row: Operator, op: Any, device: str, emulate: bool) -> bool:
+    """Whether torch's own autocast on this device does something else than the row says.
+
+    The two sets share no operator: those of the half list that torch leaves out emulate by themselves.
+    """
+    if emulate:
+        return row.kind == "half" and _has_own(op, device)
+    return not _has_own(op, device) or device in row.unlike
+
+
+def _plain(op: Any, device: str) -> Plain:
+    """What torch alone does with an operator at this device's autocast key."""
+    if _has_own(op, device):
+        own = torch.library.get_kernel(op, _KEYS[device])
+        return cast(Plain, own.call_boxed)
+    after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEYS[device]))
+
+    def fall_through(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(keyset & after, *args, **kwargs)
+
+    return fall_through
