@@ -6,9 +6,9 @@ between eager and compiled code leaving autocast behind. Where: inside a step, a
 The backward of a compiled region is traced together with its forward, in the autocast state from *outside*
 the region: under an outer autocast the products of a layer kept in FP32 run their backward in half
 (torch 2.13; docs/LOG.md has the experiment). So a border switches the outer autocast off and raises a flag,
-and the region's first module enters the policy's format inside, where torch records it in the graph and leaves
-it before backward. The flag is autocast state, which guards compiled code: outside of ``Session.autocast()``
-the same model compiles, once, to its own FP32 code.
+and the region's first module enters the policy's format inside, where torch records it in the graph and
+leaves it before backward. The flag is autocast state, which guards compiled code: outside of
+``Session.autocast()`` the same model compiles, once, to its own FP32 code.
 """
 
 from collections.abc import Callable, Iterator, Sequence

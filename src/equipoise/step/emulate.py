@@ -1,9 +1,9 @@
 """Half formats by casts there and back: FP16's numbers on a CPU whose FP16 kernels are slow or missing.
 
 Enters: an operator of autocast's half list, called while emulation is on. Leaves: its result in half,
-computed in FP32 from inputs that were rounded to half; the gradients of its inputs are rounded to half as well.
-Where: inside a step, in place of the device's own half kernel. It is for study: whether a model trains in FP16 can
-be found out where FP16 is no use. Time and memory are not FP16's.
+computed in FP32 from inputs that were rounded to half; the gradients of its inputs are rounded as well.
+Where: inside a step, in place of the device's own half kernel. It is for study: whether a model trains in
+FP16 can be found out where FP16 is no use. Time and memory are not FP16's.
 
 Every rounding that mixed precision makes is made, overflow to infinity and flushing to zero included, in
 forward and backward; products are summed in FP32, as matrix units do. Operators outside of the list run in
