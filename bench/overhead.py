@@ -2,10 +2,12 @@
 
     python bench/overhead.py [--rounds 15] [--only tiny] [--json]
 
-Both loops do the same arithmetic in the same format with the same optimizer kernel: FP32 or autocast,
-backward, clipping where said, update, zeroing, schedule. Rounds are interleaved in one process, the order
-turned round each time; the figure is the median over rounds of (ours - by hand) with a 95 % bootstrap
-interval, as a time and as a share of the hand-written step. Rounds that foreign load disturbed are void.
+Both loops do the same arithmetic in the same formats with the same optimizer kernel: FP32, or autocast with
+the operators that ours keeps in FP32 cast by hand, GradScaler where it is FP16; backward, clipping where said,
+update, zeroing, schedule. A third loop is autocast alone: what it saves is what FP32 arithmetic itself costs.
+Rounds are interleaved in one process, the order turned round each time; a figure is the median over rounds of
+the difference with a 95 % bootstrap interval, as a time and as a share of the hand-written step. Rounds that
+foreign load disturbed are void.
 """
 
 import argparse
@@ -79,6 +81,55 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(32, 30), torch.randint(0, 2, (32,))
 
 
+class WideNorm(nn.LayerNorm):
+    """A layer norm in FP32 under autocast, as one writes it by hand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., D) to (..., D), float32."""
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+class Attention(nn.Module):
+    """Self-attention with its softmax written out; ``wide`` casts by hand what ours keeps in FP32."""
+
+    def __init__(self, width: int, heads: int, wide: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm = WideNorm(width) if wide else nn.LayerNorm(width)
+        self.heads, self.wide = heads, wide
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) to (B, T, D)."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, H, T, T)
+        weights = scores.float().softmax(-1) if self.wide else scores.softmax(-1)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def attention(wide: bool = False) -> nn.Module:
+    blocks = [Attention(256, 4, wide) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(256, 256), *blocks, nn.Linear(256, 256))
+
+
+def gpt_cast_by_hand() -> nn.Module:
+    model = gpt()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.LayerNorm):
+                wide = WideNorm(child.normalized_shape)
+                wide.load_state_dict(child.state_dict())
+                setattr(parent, name, wide)
+    return model
+
+
+CAST_BY_HAND: dict[Callable[[], nn.Module], Callable[[], nn.Module]] = {
+    gpt: gpt_cast_by_hand,
+    attention: lambda: attention(wide=True),
+}
+"""Models with operators that ours keeps in FP32: the same with those cast by hand."""
+
+
 # name: model, batch, format, clipping, steps in a reading
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, float | None, int]] = {
     "tiny": (mlp, rows, "fp32", None, 300),
@@ -88,88 +139,139 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, float | 
     "resnet18-bf16": (resnet18, images, "bf16", None, 1),
     "gpt": (gpt, tokens, "fp32", 1.0, 1),
     "gpt-bf16": (gpt, tokens, "bf16", 1.0, 1),
+    "gpt-fp16": (gpt, tokens, "fp16", 1.0, 1),
+    "attention-bf16": (attention, tokens, "bf16", 1.0, 1),
 }
 
 
-def loops(case: str) -> tuple[Callable[[int], float], Callable[[int], float]]:
-    """The hand-written loop and ours, each on its own copy; seconds of a number of steps."""
-    make, batch, fmt, clip, _ = CASES[case]
-    x, y = batch()
-    dtype = torch.bfloat16
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Loop = Callable[[int], float]
+"""Takes a number of steps, returns seconds a step."""
 
-    def setup() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        torch.manual_seed(0)
-        model = make()
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        return model, opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
 
-    model, opt, schedule = setup()
+def setup(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = make()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return model, opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
 
-    def by_hand(steps: int) -> float:
+
+def hand_loop(case: str, make: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor) -> Loop:
+    _, _, fmt, clip, _ = CASES[case]
+    model, opt, schedule = setup(make)
+    scaler = torch.amp.GradScaler("cpu", enabled=fmt == "fp16")
+
+    def run(steps: int) -> float:
         began = time.perf_counter()
         for _ in range(steps):
             if fmt == "fp32":
                 loss = F.cross_entropy(model(x).flatten(0, -2), y)
             else:
-                with torch.autocast("cpu", dtype=dtype):
+                with torch.autocast("cpu", dtype=DTYPES[fmt]):
                     loss = F.cross_entropy(model(x).flatten(0, -2), y)
-            loss.backward()
+            if fmt == "fp16":
+                scaler.scale(loss).backward()
+                scaler.unscale_(opt)
+            else:
+                loss.backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
-            opt.step()
+            if fmt == "fp16":
+                scaler.step(opt)
+                scaler.update()
+            else:
+                opt.step()
             opt.zero_grad()
             schedule.step()
         return (time.perf_counter() - began) / steps
 
-    ours_model, ours_opt, ours_schedule = setup()
-    session = Session(
-        ours_model, ours_opt, plan=Plan(policy=Policy(fmt)), lr_scheduler=ours_schedule, report_every=50
-    )
+    return run
 
-    def ours(steps: int) -> float:
+
+def our_loop(case: str, x: torch.Tensor, y: torch.Tensor) -> Loop:
+    make, _, fmt, clip, _ = CASES[case]
+    model, opt, schedule = setup(make)
+    plan = Plan(policy=Policy(fmt))
+    session = Session(model, opt, plan=plan, lr_scheduler=schedule, report_every=50)
+
+    def run(steps: int) -> float:
         began = time.perf_counter()
         for _ in range(steps):
             with session.autocast():
-                loss = F.cross_entropy(ours_model(x).flatten(0, -2), y)
+                loss = F.cross_entropy(model(x).flatten(0, -2), y)
             session.step(loss, max_grad_norm=clip)
         return (time.perf_counter() - began) / steps
 
-    return by_hand, ours
+    return run
+
+
+def loops(case: str) -> dict[str, Loop]:
+    """``hand``, ``ours``, and ``autocast`` where that isn't the same arithmetic; each on its own copy."""
+    make, batch, fmt, _, _ = CASES[case]
+    x, y = batch()
+    wide = CAST_BY_HAND.get(make) if fmt != "fp32" else None
+    found = {"hand": hand_loop(case, wide or make, x, y), "ours": our_loop(case, x, y)}
+    if wide is not None:
+        found["autocast"] = hand_loop(case, make, x, y)
+    return found
+
+
+def difference(name: str, extra: list[float], base_s: float) -> dict[str, float]:
+    low, high = bootstrap_median(extra)
+    middle = statistics.median(extra)
+    return {
+        f"{name}_us": middle * 1e6,
+        f"{name}_low_us": low * 1e6,
+        f"{name}_high_us": high * 1e6,
+        f"{name}_share": middle / base_s,
+        f"{name}_high_share": high / base_s,
+    }
 
 
 def measure(case: str, rounds: int) -> dict[str, Any]:
-    by_hand, ours = loops(case)
+    runs = loops(case)
     steps = CASES[case][4]
-    by_hand(steps), ours(steps)
-    base: list[float] = []
-    extra: list[float] = []
-    voided = 0
+    names = list(runs)
+    for run in runs.values():
+        run(steps)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    kept = voided = 0
     load = ForeignLoad(torch.get_num_threads())
-    while len(base) < rounds and voided < 2 * rounds:
-        if (len(base) + voided) % 2:
-            a, b = by_hand(steps), ours(steps)
-        else:
-            b, a = ours(steps), by_hand(steps)
+    while kept < rounds and voided < 2 * rounds:
+        turn = (kept + voided) % len(names)
+        readings = {name: runs[name](steps) for name in names[turn:] + names[:turn]}
         if (load.share() or 0.0) > 0.15:
             voided += 1
             continue
-        base.append(a)
-        extra.append(b - a)
-    if not base:
+        kept += 1
+        for name, reading in readings.items():
+            times[name].append(reading)
+    if not kept:
         return {"case": case, "proves_nothing": f"{voided} rounds disturbed by foreign load"}
-    low, high = bootstrap_median(extra)
-    hand = statistics.median(base)
-    return {
-        "case": case,
-        "by_hand_us": hand * 1e6,
-        "added_us": statistics.median(extra) * 1e6,
-        "low_us": low * 1e6,
-        "high_us": high * 1e6,
-        "added_share": statistics.median(extra) / hand,
-        "high_share": high / hand,
-        "rounds": len(base),
-        "voided": voided,
-    }
+    hand = statistics.median(times["hand"])
+    result: dict[str, Any] = {"case": case, "by_hand_us": hand * 1e6, "rounds": kept, "voided": voided}
+    pairs = zip(times["ours"], times["hand"], strict=True)
+    result |= difference("added", [a - b for a, b in pairs], hand)
+    if "autocast" in times:
+        pairs = zip(times["hand"], times["autocast"], strict=True)
+        result |= difference("fp32_arithmetic", [a - b for a, b in pairs], hand)
+    return result
+
+
+def in_words(r: dict[str, Any]) -> str:
+    if "proves_nothing" in r:
+        return f"{r['case']:14s} proves nothing: {r['proves_nothing']}"
+    text = (
+        f"{r['case']:14s} by hand {r['by_hand_us']:10.1f} us, ours {r['added_us']:+8.1f} us "
+        f"({r['added_low_us']:+.1f} to {r['added_high_us']:+.1f}), {r['added_share']:+.2%} "
+        f"(up to {r['added_high_share']:+.2%}), {r['rounds']} rounds, {r['voided']} void"
+    )
+    if "fp32_arithmetic_us" in r:
+        text += (
+            f"\n{'':14s} FP32 arithmetic of the kept operators {r['fp32_arithmetic_us']:+.1f} us, "
+            f"{r['fp32_arithmetic_share']:+.2%} (up to {r['fp32_arithmetic_high_share']:+.2%})"
+        )
+    return text
 
 
 def main() -> None:
@@ -186,15 +288,8 @@ def main() -> None:
         print(json.dumps({**where, "results": results}))
         return
     print("{cpu}, {threads} threads, torch {torch}".format(**where))
-    for r in results:
-        if "proves_nothing" in r:
-            print(f"{r['case']:14s} proves nothing: {r['proves_nothing']}")
-            continue
-        print(
-            f"{r['case']:14s} by hand {r['by_hand_us']:10.1f} us, ours {r['added_us']:+8.1f} us "
-            f"({r['low_us']:+.1f} to {r['high_us']:+.1f}), {r['added_share']:+.2%} "
-            f"(up to {r['high_share']:+.2%}), {r['rounds']} rounds, {r['voided']} void"
-        )
+    for result in results:
+        print(in_words(result))
 
 
 if __name__ == "__main__":

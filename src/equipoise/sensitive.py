@@ -91,11 +91,8 @@ _TABLE = (
         "prod prod.dim_int cumprod cumsum sum sum.dim_IntList linalg_vector_norm linalg_matrix_norm "
         "linalg_matrix_norm.str_ord norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype",
     ),
-    (
-        "softmax",
-        "exponentials and their sum; small probabilities flush in half",
-        "softmax.int log_softmax.int",
-    ),
+    ("softmax", "exponentials and their sum; small probabilities flush in half", "softmax.int"),
+    ("fp32_out", "logarithms of small probabilities lose digits in half", "log_softmax.int"),
     (
         "promote",
         "takes inputs of several widths and would refuse them or drop digits",

@@ -206,13 +206,16 @@ def _softmax(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
     """As ``fp32_out``, and a score that half made -inf counts as half's lowest number.
 
     A mask of the lowest number added to scores overflows in half: a row masked in full would be NaN, where
-    FP32 gives it equal weights.
+    FP32 gives it equal weights. The widened copy is ours, so it is changed in place: as an operator that
+    autograd records it would take as long as the softmax.
     """
     wide = _fp32_out(op, keys, plain, device)
 
     def kernel(keyset: Any, scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if scores.dtype in _HALVES and _enabled(_FLAG):
-            scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+            lowest = torch.finfo(scores.dtype).min
+            scores = scores.float()
+            scores.detach().clamp_(min=lowest)
         return wide(keyset, scores, *args, **kwargs)
 
     return kernel
