@@ -215,7 +215,7 @@ def _softmax(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
         if scores.dtype in _HALVES and _enabled(_FLAG):
             lowest = torch.finfo(scores.dtype).min
             scores = scores.float()
-            scores.detach().clamp_(min=lowest)
+            scores.detach().clamp_min_(lowest)
         return wide(keyset, scores, *args, **kwargs)
 
     return kernel
