@@ -3,8 +3,8 @@
     python bench/overhead.py [--rounds 15] [--only tiny] [--json]
 
 Both loops do the same arithmetic in the same formats with the same optimizer kernel: FP32, or autocast with
-the operators that ours keeps in FP32 cast by hand, GradScaler where it is FP16; backward, clipping where said,
-update, zeroing, schedule. A third loop is autocast alone: what it saves is what FP32 itself costs.
+the operators that ours keeps in FP32 cast by hand; GradScaler where it is FP16; backward, clipping where
+said, update, zeroing, schedule. A third loop is autocast alone: what it saves is what FP32 itself costs.
 Rounds are interleaved in one process, the order turned round each time; a figure is the median over rounds of
 the difference with a 95 % bootstrap interval, as a time and as a share of the hand-written step. Rounds that
 foreign load disturbed are void.
