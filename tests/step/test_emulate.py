@@ -12,7 +12,8 @@ from equipoise.session import Session
 from equipoise.step.operators import Kernels, autocast
 
 LINEAR = [nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)]
-CONV = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.MaxPool2d(2)]
+# A bias before batch norm has no gradient but rounding noise.
+CONV = [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.MaxPool2d(2)]
 SHAPES = {"linear": (LINEAR, (32, 64)), "conv": (CONV, (4, 3, 16, 16))}
 
 
@@ -35,9 +36,8 @@ def test_the_numbers_are_those_of_a_half_kernel(name: str, dtype: torch.dtype) -
     kernels = Kernels("cpu"), Kernels("cpu", emulate=True)
     own, emulated = (gradients(model, x, dtype, way) for way in (False, True))
     # A kernel may sum in another order; a last digit of half then differs, and what follows from it.
-    eps = torch.finfo(dtype).eps
     for a, b in zip(own, emulated, strict=True):
-        assert torch.allclose(a, b, rtol=8 * eps, atol=8 * eps * float(a.abs().max()))
+        assert float((a - b).norm()) <= 4 * torch.finfo(dtype).eps * float(a.norm())
     for k in kernels:
         k.remove()
 
@@ -83,4 +83,4 @@ def test_where_emulation_makes_no_sense() -> None:
         Session(model, optimizer, emulate=True)
     with pytest.raises(SessionError, match="eager code only"):
         Session(torch.compile(model), optimizer, precision="fp16", emulate=True)
-    Session(model, optimizer, precision="bf16").restore()  # the refusals left nothing behind
+    Session(model, optimizer, precision="fp32").restore()  # the refusals left nothing behind
