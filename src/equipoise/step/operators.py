@@ -282,6 +282,7 @@ _MAKERS: dict[str, Callable[[Any, Any, Plain, str], Kernel]] = {
     "fp32_out": _fp32_out,
     "softmax": _softmax,
     "promote": _promote,
+    "follow": _promote,
     "half": _half,
     "inside": _inside,
 }
@@ -406,7 +407,9 @@ def _needs_kernel(row: Operator, op: Any, device: str, emulate: bool) -> bool:
     """
     if emulate:
         return row.kind == "half" and _has_own(op, device)
-    return not _has_own(op, device) or device in row.unlike
+    if device in row.unlike:
+        return _has_own(op, device)
+    return not (_has_own(op, device) or row.by_torch or row.kind == "follow")
 
 
 def _plain(op: Any, device: str) -> Plain:
