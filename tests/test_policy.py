@@ -195,3 +195,25 @@ def test_bad_plans(text: str, says: str) -> None:
 
 def test_a_plan_in_html_is_escaped() -> None:
     assert "<script>" not in Plan(policy=Policy("bf16"), note="<script>")._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["fp16", "fp16; blocks.*=bf16", "fp32; blocks=fp16; *.q=bf16", "bf16; re:.*attn=fp16; head.1=fp32"],
+)
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_widening_changes_the_one_module_and_no_other(text: str, whole: bool, name: str) -> None:
+    before = formats(text)
+    policy = Policy.parse(text).widened(name, NAMES, whole=whole)
+    after = {n: match.format for n, match in policy.resolve(NAMES).items()}
+    inside = f"{name}." if name else ""
+    for n in NAMES:
+        changed = n == name or (whole and n.startswith(inside))
+        assert after[n] == ("fp32" if changed else before[n])
+    assert Policy.parse(str(policy)) == policy
+
+
+def test_widening_a_module_that_is_not_there_names_the_nearest() -> None:
+    with pytest.raises(PolicyError, match=r"'heat'.*did you mean 'head'"):
+        Policy.parse("fp16").widened("heat", NAMES)

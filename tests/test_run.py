@@ -317,9 +317,10 @@ def test_a_metric_that_fails_or_is_no_number_says_where(tmp_path):
 
 def test_a_model_that_diverged_is_not_blamed_on_the_data():
     task = _task()
+    trainer = Trainer(task, seed=0, precision="fp32")
+    trainer.advance(1)
     with torch.no_grad():
         task.model[0].weight.fill_(float("nan"))
-    trainer = Trainer(task, seed=0, precision="fp32")
     with pytest.raises(NonFiniteError, match="10 of 10 scores on val are NaN"):
         trainer.evaluate("val")
     with pytest.raises(StallError):

@@ -206,6 +206,7 @@ def test_schedule_ema_and_count_move_only_with_taken_steps() -> None:
 def test_nonfinite_raise_names_the_parameter_and_keeps_the_weights() -> None:
     model = small_model()
     session = Session(model, torch.optim.SGD(model.parameters(), lr=1.0), precision="bf16", nonfinite="raise")
+    session.step(F.cross_entropy(model(X), Y))
     before = weights(model)
     with pytest.raises(NonFiniteError, match=r"0\.weight"):
         session.step(F.cross_entropy(model(X), Y) * float("nan"))
@@ -216,6 +217,7 @@ def test_nonfinite_raise_names_the_parameter_and_keeps_the_weights() -> None:
 def test_twenty_skips_in_a_row_are_a_stall_and_nineteen_are_not() -> None:
     model = small_model()
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    session.step(F.cross_entropy(model(X), Y))
     for _ in range(19):
         session.step(F.cross_entropy(model(X), Y) * float("nan"))
     session.step(F.cross_entropy(model(X), Y))

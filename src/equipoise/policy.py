@@ -119,6 +119,32 @@ class Policy:
                 )
         return found
 
+    def widened(self, name: str, names: Iterable[str], *, whole: bool = False) -> "Policy":
+        """This policy with the module ``name`` in FP32 and every other module as it was.
+
+        Args:
+            name: dotted name of the module, the root ``""``.
+            names: dotted names of all modules of the model.
+            whole: everything inside the module goes to FP32 as well.
+
+        Raises:
+            PolicyError: the model has no such module.
+        """
+        names = list(names)
+        if name not in names:
+            raise PolicyError(f"there is no module {name!r} to widen" + did_you_mean(name, names))
+        inside = f"{name}." if name else ""
+        wanted = {n: match.format for n, match in self.resolve(names).items()}
+        for n in names:
+            if n == name or (whole and n.startswith(inside)):
+                wanted[n] = "fp32"
+        new = self
+        for n in names:  # parents come first: what holds for one holds inside, until an entry says otherwise
+            if new.resolve(names)[n].format != wanted[n]:
+                entries = (*new.entries, (n, wanted[n]))
+                new = replace(new, entries=entries) if n else replace(new, default="fp32")
+        return new
+
     def _match(self, name: str, used: set[int]) -> Match:
         best = Match(format=self.default, pattern="")
         best_rank = (-1, -1, -1)

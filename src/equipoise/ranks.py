@@ -49,6 +49,15 @@ def agree(value: T) -> T:
     return box[0]
 
 
+def first_found(value: T | None) -> T | None:
+    """The first rank's ``value`` that isn't None, on every rank (pickled); None where no rank has one."""
+    if not _group_ready():
+        return value
+    values: list[T | None] = [None] * world_size()
+    sys.modules["torch"].distributed.all_gather_object(values, value)
+    return next((v for v in values if v is not None), None)
+
+
 def from_first(make: Callable[[], T]) -> T:
     """What ``make()`` gives on rank 0, on every rank; an error that it raises there is raised on all.
 

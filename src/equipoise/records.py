@@ -111,6 +111,62 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a number first stopped being finite in a watched step. Made by ``step.overflow``."""
+
+    module: str | None
+    """Dotted name of the module that computed it, the root ``""``; None outside of the model: the loss."""
+    operator: str
+    """Torch's name of the operator, such as ``addmm``."""
+    backward: bool
+    """In backward, where the loss scale counts; else in forward."""
+    half: bool
+    """Finite inputs, and a result in FP16 or bf16 that its range can't hold."""
+    largest: float
+    """Largest magnitude among the operator's inputs; inf where they were not finite."""
+    format: str
+    """Format of the result, such as ``fp16``."""
+    given: str = ""
+    """What came into the model not finite: ``input``, or ``weight NAME``; empty when it was computed."""
+
+    def __str__(self) -> str:
+        """One phrase for a message."""
+        where = "the loss" if self.module is None else f"layer {self.module or '(root)'!r}"
+        if self.given == "input":
+            return f"the input of {where} holds an inf or a NaN"
+        if self.given:
+            return f"{self.given} holds an inf or a NaN"
+        way = "backward" if self.backward else "forward"
+        what = "the cast" if self.operator == "_to_copy" else self.operator
+        if self.half:
+            return (
+                f"{what} in {where} ({way}) leaves the range of {self.format}: its inputs are at "
+                f"most {self.largest:.6g}"
+            )
+        return f"{self.operator} in {where} ({way}) makes an inf or a NaN of inputs up to {self.largest:.6g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Something that was changed or found while training. Made by the Session; read by people and runs."""
+
+    step: int
+    """The step after which it was taken."""
+    what: str
+    """``widen`` (a layer went to FP32) or ``stall`` (training stands still)."""
+    where: str
+    """Dotted module name; empty for the root or where nothing could be named."""
+    choice: str
+    reason: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """Figures that decided, plain data."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """A row of ``decisions.jsonl``."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
     """Measured time of one layer in one format, all directions, casts included. Made by ``plan.cost``."""
 

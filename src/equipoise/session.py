@@ -11,8 +11,8 @@ Only :meth:`Session._apply` changes the user's objects, and :meth:`Session.resto
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from html import escape
 from typing import Any
@@ -24,19 +24,18 @@ from . import ranks
 from .errors import FormatError, NonFiniteError, PolicyError, SessionError, StallError
 from .notice import PlanNotice
 from .policy import Plan, as_policy
-from .records import Choice, ReportSink, StepParts, StepReport
+from .records import Choice, Decision, Origin, ReportSink, StepParts, StepReport
 from .step import gradients
-from .step.cast import Casts, layer_formats, module_formats, one_root, refuse_taken
+from .step.cast import Casts, attention_of, layer_formats, module_formats, one_root, refuse_taken
 from .step.feed import DeviceFeed
 from .step.layout import ChannelsLast
 from .step.optim import Fused, can_fuse, distinct_optimizers, inner_optimizer, load_optimizer
+from .step.overflow import Probe
 from .step.scaler import LossScaler, NullScaler
 from .step.update import Updater
 from .watch.history import History
 from .watch.rng import rng_state, set_rng_state
-
-STALL_AFTER = 20
-"""Skipped steps in a row that count as a stall."""
+from .watch.stall import STALL_AFTER, StallWatch, layer_of, likely_cause
 
 LAG = 2
 """Steps after which a skip flag is read from an accelerator: by then it has arrived, and nothing waits for
@@ -64,6 +63,10 @@ class Session:
         emulate: compute a named half format by casts there and back, on a CPU without its kernels: its
             numbers, not its speed.
         nonfinite: ``"skip"`` leaves the weights alone when a gradient is not finite, ``"raise"`` raises.
+        on_stall: after 20 skipped steps in a row ``"raise"`` raises a StallError, ``"record"`` adds to
+            :attr:`decisions`, warns and goes on.
+        on_overflow: a layer whose forward leaves its half format's range goes to FP32 (``"widen"``), or is
+            only named (``"record"``); both add to :attr:`decisions` and warn.
         on_report: called with flat scalars on sampled steps.
         report_every: steps between two sampled ones, whose values are read from the device.
         plan_time_s: most seconds that planning may take; 0 = static default; None = 30. The race ends as soon
@@ -88,6 +91,8 @@ class Session:
         sensitive: str = "equipoise",
         emulate: bool = False,
         nonfinite: str = "skip",
+        on_stall: str = "raise",
+        on_overflow: str = "widen",
         on_report: ReportSink | None = None,
         report_every: int = 50,
         plan_time_s: float | None = None,
@@ -97,12 +102,18 @@ class Session:
         self._optimizers = distinct_optimizers(_as_list(optimizer))
         self._schedulers = _as_list(lr_scheduler)
         self._emas = _as_list(ema)
-        _check_arguments(sensitive, nonfinite, report_every, plan_time_s)
+        _check_choice("sensitive", sensitive, ("equipoise", "torch"))
+        _check_choice("nonfinite", nonfinite, ("skip", "raise"))
+        _check_choice("on_stall", on_stall, ("raise", "record"))
+        _check_choice("on_overflow", on_overflow, ("widen", "record"))
+        _check_numbers(report_every, plan_time_s)
         _check_helpers(self._schedulers, scaler)
         _check_wide(self._root)
         self.device = _device_of(self._optimizers)
         """Where the parameters are, and batches go."""
         self._nonfinite = nonfinite
+        self._on_stall = on_stall
+        self._on_overflow = on_overflow
         self._on_report = on_report
         self._report_every = report_every
         self._plan_time_s = plan_time_s
@@ -120,12 +131,16 @@ class Session:
         """What was timed to make the plan, plain data; empty where nothing was, and on ranks but 0."""
         self.plan: Plan | None = None
         """What was decided; None until it is."""
+        self.decisions: list[Decision] = []
+        """What was changed or found while training, in order."""
         parallel = all(isinstance(m, nn.parallel.DistributedDataParallel) for m in self._models)
         self._updater = Updater(self.device, alike=parallel or ranks.world_size() == 1)
         self._device_type = self.device.type
         self._late_flags: list[torch.Tensor] = []
         self._owed = 0
         self._registered: dict[str, Any] = {}
+        self._stall = StallWatch()
+        self._probe: Probe | None = None
         self._casts: Casts | None = None
         self._undo: list[Callable[[], None]] = []
         self._recorder: Any = None
@@ -194,6 +209,8 @@ class Session:
             self._updater.use(NullScaler())
         elif not self.scaler.is_enabled():
             self._updater.use(self._user_scaler or LossScaler(self.device.type))
+        if self._casts.needs_loss_scale:
+            self._watch_next_step()
         self.plan = plan
         self._first_planned = self.step_count + 1
 
@@ -267,7 +284,8 @@ class Session:
         """What forward and loss run under, in training and evaluation."""
         if self._sampled:
             self._clock = (self._clock[0], time.perf_counter())
-        return _NO_CONTEXT if self._casts is None else self._casts.context()
+        context = _NO_CONTEXT if self._casts is None else self._casts.context()
+        return context if self._probe is None else _both(context, self._probe)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool | None = None) -> None:
         """Backward of one micro-batch: n-1 times ``backward(loss / n)``, then ``step(loss / n)``.
@@ -289,9 +307,12 @@ class Session:
                 "backward after unscale(): these gradients would be scaled and the earlier ones not. Call "
                 "unscale() once, after the last backward of the window"
             )
+        if not self.step_count and not self._backwards:
+            self._check_first_loss(loss)
         self._backwards += 1
         scaled = self.scaler.scale(loss) if self.scaler.is_enabled() else loss
-        with _NO_CONTEXT if self._casts is None else self._casts.backward_context():
+        context = _NO_CONTEXT if self._casts is None else self._casts.backward_context()
+        with context if self._probe is None else _both(context, self._probe):
             torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
 
     def unscale(self) -> None:
@@ -340,8 +361,9 @@ class Session:
             A report whose ``loss`` and ``skipped`` are read from the device when asked for.
 
         Raises:
-            NonFiniteError: a gradient is not finite under ``nonfinite="raise"``; weights are as before.
-            StallError: 20 skipped steps in a row; names the first parameter with a non-finite gradient.
+            NonFiniteError: a gradient is not finite under ``nonfinite="raise"``, or the very first loss is
+                not; weights are as before.
+            StallError: 20 skipped steps in a row; names the layer and the likely cause.
             SessionError: no loss and no backward of this session, or an unknown optimizer.
         """
         sampled = self._sampled
@@ -411,8 +433,8 @@ class Session:
 
     def _end_window(self, skipped: Any, chosen: list[Any]) -> Any:
         """Next scale, errors that a skip may be, and nothing left that remembers old weights."""
-        error = self._where_not_finite(chosen) if skipped is True else None
-        scale = self._updater.close() if self._updater.scales else 1.0
+        error = self._error_of_skip() if skipped is True else None
+        scale = self._updater.close(loud=self._on_stall == "raise") if self._updater.scales else 1.0
         self._updater.unscaled = False
         self._backwards = 0
         if torch.is_autocast_enabled(self._device_type):
@@ -422,24 +444,109 @@ class Session:
             raise error
         return scale
 
-    def _where_not_finite(self, chosen: list[Any]) -> NonFiniteError | None:
+    def _error_of_skip(self) -> NonFiniteError | None:
         """The error of a skipped step that the user wants raised, or that is the last of a stall."""
-        stalled = self.history.skips_in_a_row + 1 >= STALL_AFTER
+        stalled = self._stall.skips + 1 >= STALL_AFTER
         if self._nonfinite != "raise" and not stalled:
             return None
         named = [(n, p) for n, p in self._root.named_parameters() if p.grad is not None]
-        where = gradients.first_nonfinite(named) or "a parameter on another rank or outside the model"
-        step = self.step_count + 1
+        where = gradients.first_nonfinite(named)
         if self._nonfinite == "raise":
             return NonFiniteError(
-                f"step {step}: the gradient of {where} is not finite; weights are as before. Look at the "
-                "loss and the inputs, or give this layer 'fp32' in the policy"
+                f"step {self.step_count + 1}: the gradient of "
+                f"{where or 'a parameter on another rank or outside the model'} is not finite; weights are "
+                "as before. Look at the loss and the inputs, or give this layer 'fp32' in the policy"
             )
-        return StallError(
-            f"{STALL_AFTER} steps in a row were skipped (up to step {step}): the gradient of {where} is not "
-            f"finite. Give this layer a wider format (precision='...; {where.rpartition('.')[0]}=fp32'), or "
-            "look at the data and the loss"
+        return self._stalled(where, self.step_count + 1)
+
+    def _stalled(self, parameter: str | None, step: int) -> StallError | None:
+        """The error of a stall; under ``on_stall="record"`` a decision, once a stall, and None."""
+        skips = max(STALL_AFTER, self._stall.skips)
+        scale = self.scaler.get_scale()
+        cause = likely_cause(self._stall.origin, parameter, scale)
+        text = f"{skips} steps in a row were skipped (up to step {step}): {cause}"
+        if self._on_stall == "raise":
+            return StallError(text)
+        if self._stall.skips <= STALL_AFTER:
+            where = layer_of(self._stall.origin, parameter)
+            evidence = {"skips": skips, "scale": scale, "parameter": parameter or ""}
+            self._decide("stall", where, "go on", text, evidence, step=step)
+        return None
+
+    def _decide(
+        self, what: str, where: str, choice: str, reason: str, evidence: dict[str, Any], *, step: int
+    ) -> None:
+        decision = Decision(
+            step=step, what=what, where=where, choice=choice, reason=reason, evidence=evidence
         )
+        self.decisions.append(decision)
+        warnings.warn(f"step {step}: {reason}", stacklevel=5)
+
+    def _check_first_loss(self, loss: torch.Tensor) -> None:
+        """Refuse a first loss that isn't finite, unless it is an overflow that a wider format mends."""
+        flag = (~torch.isfinite(loss.detach())).any().float().reshape(())
+        if not bool(ranks.agree_max(flag)):
+            return
+        origin = ranks.first_found(self._probe.origin if self._probe is not None else None)
+        if origin is not None and origin.half and self._on_overflow == "widen":
+            return
+        bad = (n for n, p in self._root.named_parameters() if not bool(p.isfinite().all()))
+        if origin is not None:
+            cause = str(origin)
+        elif (name := next(bad, None)) is not None:
+            cause = f"weight {name} holds an inf or a NaN"
+        else:
+            cause = "the weights are finite: look at the inputs, the labels and the loss"
+        raise NonFiniteError(
+            f"the first loss is {float(loss.detach())}, and nothing was trained yet; weights are as before. "
+            f"Cause: {cause}"
+        )
+
+    # -- a watched step
+
+    def _watch_next_step(self) -> None:
+        if self._probe is None:
+            self._probe = Probe(self._root)
+
+    def _after_watched(self, report: StepReport, probe: Probe) -> None:
+        """What a watched step saw: a layer that needs a wider format, or the cause of a later stall."""
+        self._probe = None
+        probe.remove()
+        origin = ranks.first_found(probe.origin)
+        if origin is None:
+            return
+        if report.skipped:
+            self._stall.origin = origin
+        if origin.half and not origin.backward:
+            self._overflowed(origin, report.step)
+
+    def _overflowed(self, origin: Origin, step: int) -> None:
+        """A forward left its half format's range: widen the layer, or say what was seen."""
+        plan = self.plan
+        if plan is None:
+            return
+        evidence = {"operator": origin.operator, "largest": origin.largest, "format": origin.format}
+        layer = None if origin.module is None else attention_of(self._root, origin.module)
+        before = module_formats(self._root, plan.policy)
+        if self._on_overflow == "record" or layer is None or before[layer] == "fp32":
+            self._decide("overflow", origin.module or "", "none", str(origin), evidence, step=step)
+            return
+        whole = layer != origin.module or isinstance(self._root.get_submodule(layer), nn.MultiheadAttention)
+        policy = plan.policy.widened(layer, before, whole=whole)
+        reason = f"{origin}; it computes in FP32 from now on"
+        choice = Choice(what="format", where=layer or "*", choice="fp32", reason=str(origin))
+        formats = layer_formats(self._root, module_formats(self._root, policy))
+        scale = self._scale_before_skips()
+        self._apply(replace(plan, policy=policy, formats=formats, choices=(*plan.choices, choice)))
+        if scale is not None and self.scaler.is_enabled():
+            self.scaler.update(scale)  # these skips were not its fault
+        self._stall.skips = 0
+        self._decide("widen", layer, "fp32", reason, evidence, step=step)
+
+    def _scale_before_skips(self) -> float | None:
+        """The loss scale of the first of the steps skipped in a row, as far back as reports are kept."""
+        skipped = list(self.history)[-self._stall.skips :] if self._stall.skips else []
+        return skipped[0].scale if skipped else None
 
     def _step_closure(
         self,
@@ -484,8 +591,10 @@ class Session:
             self._late_flags.append(skipped)
             while len(self._late_flags) > LAG:
                 self._settle()
-        elif skipped:
-            return
+        else:
+            self._stall.after(skipped)
+            if skipped:
+                return
         self.taken_count += 1
         if self._owed:
             self._owed -= 1
@@ -500,12 +609,19 @@ class Session:
         """Read the oldest flag: a step that was skipped after all is taken back from counters and
         schedule.
         """
-        if bool(self._late_flags.pop(0).item()):
+        skipped = bool(self._late_flags.pop(0).item())
+        if skipped:
             self.taken_count -= 1
             self._owed += bool(self._schedulers)
+        if self._stall.after(skipped) and (error := self._stalled(None, self.step_count - LAG)) is not None:
+            raise error
 
     def _report(self, report: StepReport) -> StepReport:
         self.history.append(report)
+        if self._probe is not None:
+            self._after_watched(report, self._probe)
+        if self._stall.wants_to_see:
+            self._watch_next_step()
         if self.step_count == self._first_planned and self._casts is not None:
             self._say_what_never_ran(self._casts.never_ran())
         if self._sampled and self._on_report is not None:
@@ -611,6 +727,7 @@ class Session:
         self.step_count, self.taken_count = state["step_count"], state["taken_count"]
         self._owed = state["owed"]
         self.history.load_state_dict(state["history"])
+        self._stall.skips = self.history.skips_in_a_row
         for name, obj in self._registered.items():
             obj.load_state_dict(state["registered"][name])
         self._late_flags.clear()
@@ -652,6 +769,9 @@ class Session:
             self._updater.unscale(self._optimizers)
         self._backwards = 0
         self._undo_all()
+        if self._probe is not None:
+            self._probe.remove()
+            self._probe = None
         if self._recorder is not None:
             self._recorder.remove()
             self._recorder = None
@@ -669,6 +789,12 @@ class Session:
             f"step(optimizer=...) got a {type(optimizer).__name__} that this session was not made with; it "
             f"has {', '.join(type(o).__name__ for o in self._optimizers)}"
         )
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _zero(optimizers: Iterable[Any]) -> None:
@@ -698,11 +824,12 @@ def _device_of(optimizers: list[Any]) -> torch.device:
     raise SessionError("the optimizer holds no parameters; there is nothing to train")
 
 
-def _check_arguments(sensitive: str, nonfinite: str, report_every: int, plan_time_s: float | None) -> None:
-    if sensitive not in ("equipoise", "torch"):
-        raise SessionError(f"sensitive is {sensitive!r}; allowed: 'equipoise', 'torch'")
-    if nonfinite not in ("skip", "raise"):
-        raise SessionError(f"nonfinite is {nonfinite!r}; allowed: 'skip', 'raise'")
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SessionError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+
+
+def _check_numbers(report_every: int, plan_time_s: float | None) -> None:
     if report_every < 1:
         raise SessionError(f"report_every is {report_every}; it must be at least 1")
     if plan_time_s is not None and not 0 <= plan_time_s < float("inf"):

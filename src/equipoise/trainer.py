@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .blame import is_users, told
-from .errors import EquipoiseError, RunError, TaskError
+from .errors import EquipoiseError, NonFiniteError, RunError, TaskError
 from .evaluation import (
     Evaluation,
     first_nonfinite,
@@ -26,6 +26,7 @@ from .evaluation import (
     undisturbed,
 )
 from .policy import Plan
+from .records import StepReport
 from .session import Session
 from .step.feed import Feed, epoch_order
 from .task import Task
@@ -139,12 +140,13 @@ class Trainer:
 
         Raises:
             TaskError: a batch holds a NaN, can't be read, or needs more memory than there is.
+            NonFiniteError: the very first loss is not finite, and not by its data.
             StallError: training stands still.
             ReadersGone: a process that reads the data ended; when some steps were done before, these are
                 returned, and the next call raises.
         """
         task, session = self.task, self.session
-        reports = []
+        reports: list[tuple[StepReport, float]] = []
         began = time.perf_counter() - self.time_s
         with self._explained(f"training after step {self.step}"):
             for _ in range(steps):
@@ -153,7 +155,11 @@ class Trainer:
                     break
                 with session.autocast():
                     loss = task.loss(task.model, batch)
-                report = session.step(loss, max_grad_norm=task.max_grad_norm)
+                try:
+                    report = session.step(loss, max_grad_norm=task.max_grad_norm)
+                except NonFiniteError:
+                    self._blame(self.step + len(reports) + 1)
+                    raise
                 reports.append((report, time.perf_counter() - began))
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()

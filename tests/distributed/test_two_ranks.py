@@ -17,6 +17,9 @@ SCENARIOS = [
     "fsdp:bf16:2",
     "local:fp32:2",
     "gan:bf16:none",
+    "overflow:ddp:2",
+    "overflow:local:0",
+    "first_loss:bf16:none",
     "first:value:none",
     "first:error:none",
 ]
@@ -55,6 +58,20 @@ def test_a_fault_on_one_rank_is_skipped_by_both(results, scenario: str) -> None:
     a, b = results[scenario]
     assert a["skipped"] == b["skipped"] == [False, False, True, False, False, False]
     assert a["weights"] == b["weights"] and a["scale"] == b["scale"]
+
+
+@pytest.mark.parametrize("scenario", ["overflow:ddp:2", "overflow:local:0"])
+def test_f11_a_layer_that_overflows_on_one_rank_is_widened_on_both(results, scenario: str) -> None:
+    a, b = results[scenario]
+    assert [where for _, what, where in a["decisions"] if what == "widen"] == ["0"]
+    assert {key: a[key] for key in a if key != "weights"} == {key: b[key] for key in b if key != "weights"}
+    assert (a["weights"] == b["weights"]) == (scenario == "overflow:ddp:2")
+    assert not a["skipped"][-1] and a["plan"] == "fp16; 0=fp32"
+
+
+def test_a_first_loss_that_is_not_finite_on_one_rank_stops_both(results) -> None:
+    a, b = results["first_loss:bf16:none"]
+    assert "the first loss is nan" in b["error"] and "the first loss" in a["error"]
 
 
 def test_ranks_skip_alike_where_nobody_reduces_gradients(results) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import equipoise.planning
 from equipoise import ranks
+from equipoise.errors import NonFiniteError
 from equipoise.session import Session
 from equipoise.step.scaler import LossScaler
 from recorded import machine
@@ -99,6 +100,41 @@ def gan(rank: int, precision: str, bad: int | None) -> dict:
         session.step(F.softplus(d(fake.detach())).mean(), optimizer=od)
         session.step(F.softplus(-d(g(X[rank * 16 : rank * 16 + 16, :4]))).mean(), optimizer=og)
     return {"weights": digest([*g.parameters(), *d.parameters()])}
+
+
+def overflow(rank: int, how: str, bad: int | None) -> dict:
+    """From step ``bad`` on one rank's data leave FP16's range in the first layer."""
+    module = model()
+    if how == "ddp":
+        module = nn.parallel.DistributedDataParallel(module)
+    session = Session(module, torch.optim.SGD(module.parameters(), lr=1e-3), precision="fp16", emulate=True)
+    skipped = []
+    for step in range(9):
+        x = X[rank * 16 : rank * 16 + 16]
+        if rank == 1 and step >= bad:
+            x = x * 6e4
+        with session.autocast():
+            loss = F.cross_entropy(module(x), Y[rank * 16 : rank * 16 + 16])
+        skipped.append(session.step(loss, max_grad_norm=1.0).skipped)
+    return {
+        "skipped": skipped,
+        "weights": digest(module.parameters()),
+        "scale": session.scaler.get_scale(),
+        "plan": str(session.plan.policy),
+        "decisions": [(d.step, d.what, d.where) for d in session.decisions],
+    }
+
+
+def first_loss(rank: int, asked: str, bad: int | None) -> dict:
+    """One rank's very first loss is not finite."""
+    module = model()
+    session = Session(module, torch.optim.SGD(module.parameters(), lr=1e-2), precision=asked)
+    factor = float("nan") if rank == 1 else 1.0
+    try:
+        session.step(module(X).sum() * factor)
+    except NonFiniteError as error:
+        return {"error": str(error)}
+    return {}
 
 
 def first(rank: int, asked: str, bad: int | None) -> dict:

@@ -109,6 +109,16 @@ def layer_formats(model: nn.Module, formats: Mapping[str, str]) -> dict[str, str
     }
 
 
+def attention_of(model: nn.Module, name: str) -> str:
+    """The attention that a module is a part of, whose parts have one format; ``name`` where it is in none."""
+    parts = name.split(".") if name else []
+    for depth in range(len(parts) + 1):
+        outer = ".".join(parts[:depth])
+        if isinstance(model.get_submodule(outer), nn.MultiheadAttention):
+            return outer
+    return name
+
+
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``value`` with each tensor changed: in lists, tuples, named tuples, dicts and dataclasses, which are
     copied.

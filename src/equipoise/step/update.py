@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import ranks
-from ..errors import SessionError
+from ..errors import SessionError, StallError
 from . import gradients
 from ._scaling import lacks_momentum
 from .optim import cloned_state, inner_optimizer
@@ -110,10 +110,18 @@ class Updater:
                 optimizer.step()
         return skipped
 
-    def close(self) -> torch.Tensor:
-        """Go to the next scale; returns the one that this window had, a copy on the device."""
+    def close(self, *, loud: bool = True) -> torch.Tensor:
+        """Go to the next scale; returns the one that this window had, a copy on the device.
+
+        Raises:
+            StallError: the scaler has skipped at its floor for long, and ``loud``.
+        """
         scale: torch.Tensor = self.scaler.scale(self._one)
-        self.scaler.update()
+        try:
+            self.scaler.update()
+        except StallError:  # its scale has moved already
+            if loud:
+                raise
         return scale
 
     def step_closure(
