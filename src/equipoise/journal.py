@@ -17,7 +17,7 @@ import torch
 from .config import EXACT, NOT_EXACT, RunConfig
 from .errors import RunError
 from .evaluation import Evaluation
-from .rundir import METRICS, STEPS, RunDirectory
+from .rundir import DECISIONS, METRICS, STEPS, RunDirectory
 from .task import Task
 from .watch import snapshot
 from .watch.files import Rows, make_directories
@@ -43,6 +43,7 @@ class Journal:
         self.unsaved = False
         """Whether anything was added since the last checkpoint."""
         self._rows: Rows | None = None
+        self._decisions = 0
 
     # -- at the start --
 
@@ -96,6 +97,12 @@ class Journal:
             self._open_rows.add(row)
         self.unsaved = True
         self._open_rows.write()
+
+    def put_decisions(self, decisions: list[dict[str, Any]]) -> None:
+        """Write all decisions up to now, where there are more than were written."""
+        if len(decisions) != self._decisions:
+            self.directory.put_rows(DECISIONS, decisions)
+            self._decisions = len(decisions)
 
     @property
     def _open_rows(self) -> Rows:

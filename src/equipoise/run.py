@@ -115,6 +115,7 @@ class _Run:
                     break  # the signal that stops this process has ended them
                 raise
             self.journal.add_rows(rows)
+            self.journal.put_decisions([d.as_dict() for d in trainer.session.decisions])
             self._progress(rows[-1])
         return False
 

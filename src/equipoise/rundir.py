@@ -4,7 +4,7 @@ Enters: a path and what a run has to keep. Leaves: the files listed below, each 
 under ``run.py``; no torch. Source: flock(2).
 
 ``run.toml`` what was asked · ``machine.json`` · ``costs.json`` what was timed to plan · ``plan.toml`` ·
-``steps.jsonl`` one row a step ·
+``steps.jsonl`` one row a step · ``decisions.jsonl`` what was changed or found on the way ·
 ``metrics.json`` the evaluations and the result · ``predictions/`` · ``checkpoints/`` · ``lock`` held while a
 process trains in it.
 """
@@ -22,10 +22,11 @@ from typing import IO, Any
 import numpy as np
 
 from .errors import RunError
+from .records import finite_only
 from .watch.files import Disk, Rows, explained, make_directories, put, put_json
 
 RUN, PLAN, MACHINE, METRICS, STEPS = "run.toml", "plan.toml", "machine.json", "metrics.json", "steps.jsonl"
-COSTS = "costs.json"
+COSTS, DECISIONS = "costs.json", "decisions.jsonl"
 _LOCK = "lock"
 _HARMLESS = {_LOCK, f".{RUN}.part"}
 """What a run leaves that ended before it began."""
@@ -77,6 +78,10 @@ class RunDirectory:
     def put_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a JSON file whole."""
         put_json(self.disk, self.path / name, value)
+
+    def put_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a JSONL file whole."""
+        self.put_text(name, "".join(json.dumps(finite_only(row)) + "\n" for row in rows))
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The content of a JSON file; nothing when there is no such file.

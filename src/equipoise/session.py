@@ -702,6 +702,7 @@ class Session:
             "taken_count": self.taken_count,
             "owed": self._owed,
             "history": self.history.state_dict(),
+            "decisions": [decision.as_dict() for decision in self.decisions],
             "rng": rng_state(),
             "registered": {name: obj.state_dict() for name, obj in self._registered.items()},
         }
@@ -728,6 +729,7 @@ class Session:
         self._owed = state["owed"]
         self.history.load_state_dict(state["history"])
         self._stall.skips = self.history.skips_in_a_row
+        self.decisions = [Decision(**row) for row in state.get("decisions", [])]
         for name, obj in self._registered.items():
             obj.load_state_dict(state["registered"][name])
         self._late_flags.clear()
