@@ -209,6 +209,8 @@ class Session:
             self._updater.use(NullScaler())
         elif not self.scaler.is_enabled():
             self._updater.use(self._user_scaler or LossScaler(self.device.type))
+        if self._user_scaler is not None:
+            self._user_scaler.use_groups(self._root, self._casts.needs_loss_scale)
         if self._casts.needs_loss_scale:
             self._watch_next_step()
         self.plan = plan

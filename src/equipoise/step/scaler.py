@@ -27,11 +27,12 @@ once in 60 updates. ``get_scale()``: one, and that count starts anew.
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 
@@ -51,6 +52,7 @@ from ._scaling import (
     read,
     unscale_gradients,
 )
+from .scale_options import Caps, Groups, Hysteresis
 
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -71,6 +73,9 @@ class LossScaler(GradScaler):
         enabled: False turns every method into a no-op.
         min_scale: floor; the default is the smallest number that FP16 holds.
         max_scale: cap; the default leaves room for FP32 gradients up to 2**80.
+        hysteresis: the scale backs off only with this overflow since it last grew; those before are skipped
+            under the same scale.
+        caps: (first step, cap) pairs: a cap that changes with time, such as ``[(0, 2**18), (5000, 2**15)]``.
     """
 
     def __init__(
@@ -84,11 +89,21 @@ class LossScaler(GradScaler):
         *,
         min_scale: float = 2.0**-24,
         max_scale: float = 2.0**48,
+        hysteresis: int = 1,
+        caps: Sequence[tuple[int, float]] = (),
     ) -> None:
         self._min_scale, self._max_scale = bounds(min_scale, max_scale)
+        self._hysteresis = Hysteresis(hysteresis)
+        self._caps = Caps(caps, self._min_scale, self._max_scale)
+        self._groups = Groups()
         if enabled:
             check_settings(growth_factor, backoff_factor, growth_interval)
             self._check_in_bounds("init_scale", init_scale)
+            if init_scale > self._caps.now():
+                raise SessionError(
+                    f"init_scale is {init_scale!r}, above the first cap {self._caps.now():g}; lower it or "
+                    "raise the cap"
+                )
         super().__init__(
             device or default_device(), init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -107,6 +122,29 @@ class LossScaler(GradScaler):
     def max_scale(self) -> float:
         """The cap of the scale."""
         return self._max_scale
+
+    def add_group(self, module: nn.Module, factor: float) -> None:
+        """Give a module's gradients a scale of their own: ``factor`` times the global one.
+
+        For a part of a model whose gradients are much smaller or larger than the others', or for a loss that
+        is a module. The factor comes on at the module's output and goes off at its inputs; its weights lose
+        it in ``unscale_``, so before a fused step. ``get_scale()`` stays the global scale.
+
+        Args:
+            module: all its weights are used inside it alone.
+            factor: a power of two.
+        """
+        if self._enabled:
+            self._groups.add(module, factor)
+
+    def use_groups(self, model: nn.Module, on: bool) -> None:
+        """For a Session: whether groups count, which they do where losses are scaled.
+
+        Raises:
+            SessionError: a group shares a weight with the rest of the model.
+        """
+        self._groups.check(model)
+        self._groups.on = on
 
     # ---- scale -------------------------------------------------------------------------------------
 
@@ -159,9 +197,11 @@ class LossScaler(GradScaler):
             )
         if self._grad_scale is None:
             super().unscale_(optimizer)
-            return
-        with self._gradients_scale():
-            super().unscale_(optimizer)
+        else:
+            with self._gradients_scale():
+                super().unscale_(optimizer)
+        if self._groups:
+            self._groups.undo(_parameters(optimizer))
 
     def _unscale_grads_(
         self,
@@ -281,7 +321,11 @@ class LossScaler(GradScaler):
 
     def _unscales_before_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """True but for a fused kernel with gradients, which divides them by itself."""
-        return not getattr(optimizer, "_step_supports_amp_scaling", False) or Mark.of(optimizer) is None
+        return (
+            not getattr(optimizer, "_step_supports_amp_scaling", False)
+            or Mark.of(optimizer) is None
+            or self._groups.has(_parameters(optimizer))
+        )
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -371,7 +415,9 @@ class LossScaler(GradScaler):
         torch._amp_update_scale_(
             scale, tracker, move.found, self._growth_factor, self._backoff_factor, self._growth_interval
         )
-        scale.clamp_(self._min_scale, self._max_scale)
+        self._hysteresis.after(move, scale, tracker, again=last is not None)
+        self._caps.steps += last is None
+        scale.clamp_(self._min_scale, self._caps.now())
         skips = self._floor.after(move, scale, self._min_scale, self._backoff_factor)
         if skips:
             raise StallError(
@@ -431,11 +477,13 @@ class LossScaler(GradScaler):
         return value
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's five entries, floor, cap and the skips counted at the floor; empty when disabled."""
+        """Torch's five entries, floor, cap and what is counted for them; empty when disabled."""
         state = super().state_dict()
         if self._enabled:
             state["min_scale"], state["max_scale"] = self._min_scale, self._max_scale
             state["skips_at_floor"] = int(read(self._floor.skips))
+            state["overflows_left"] = int(read(self._hysteresis.left))
+            state["steps"] = self._caps.steps
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -459,9 +507,13 @@ class LossScaler(GradScaler):
             raise SessionError(
                 "this scaler state has a scale of NaN; allowed is any number. Load an earlier checkpoint."
             )
+        if not self._caps.schedule:
+            self._caps = Caps((), low, high)
         scale = min(max(scale, low), high)
         super().load_state_dict({**state_dict, "scale": scale})
         self._min_scale, self._max_scale = low, high
+        self._hysteresis.left = int(state_dict.get("overflows_left", self._hysteresis.patience))
+        self._caps.steps = int(state_dict.get("steps", 0))
         skips = int(state_dict.get("skips_at_floor", 0))
         self._floor = FloorWatch(scale, skips, skips)
         self._window_open, self._closed, self._grad_scale, self._loaded = False, None, None, True
@@ -471,6 +523,11 @@ class LossScaler(GradScaler):
         if self._enabled and self._per_optimizer_states:
             raise SessionError(
                 "a LossScaler can be pickled or copied only between iterations; call update() first."
+            )
+        if self._groups:
+            raise SessionError(
+                "a LossScaler with groups belongs to its modules and can't be pickled or copied; keep its "
+                "state_dict() and call add_group() again."
             )
         state = super().__getstate__()
         floor = replace(self._floor, skips=int(read(self._floor.skips)))
@@ -483,6 +540,11 @@ class LossScaler(GradScaler):
                 f"{name} is {value!r}; allowed is {self._min_scale:g} to {self._max_scale:g}. Choose"
                 " another, or construct LossScaler with min_scale= or max_scale=."
             )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 class NullScaler:
@@ -506,6 +568,12 @@ class NullScaler:
 
     def forget(self, *optimizers: torch.optim.Optimizer) -> None:
         """Nothing to forget."""
+
+    def add_group(self, module: nn.Module, factor: float) -> None:
+        """Nothing is scaled here."""
+
+    def use_groups(self, model: nn.Module, on: bool) -> None:
+        """Nothing is scaled here."""
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(...)``, with a closure too."""

@@ -1,0 +1,190 @@
+"""What a loss scaler does beyond torch's rule: patience with overflows, caps that change, scales of groups.
+
+Enters: a move of the scale that torch's rule made, or a module. Leaves: the scale held back or capped, or a
+module whose gradients carry a factor of their own. Where: inside ``LossScaler.update`` and ``unscale_``.
+
+Source: the hysteresis of Megatron-LM (``megatron/core/optimizer/grad_scaler.py``): only the last of
+``hysteresis`` overflows backs off, and patience comes back with the next growth.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..errors import SessionError
+from ._scaling import Move
+
+
+class Hysteresis:
+    """Overflows that are skipped without backing off, counted on the device.
+
+    Args:
+        patience: the back-off comes with this overflow since the last growth; 1 is torch's rule.
+    """
+
+    def __init__(self, patience: int) -> None:
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise SessionError(f"hysteresis is {patience!r}; allowed is a whole number of at least 1")
+        self.patience = patience
+        self.left: torch.Tensor | int = patience
+        """Overflows until the scale backs off."""
+        self._before: torch.Tensor | int = patience
+
+    def after(self, move: Move, scale: torch.Tensor, tracker: torch.Tensor, *, again: bool) -> None:
+        """Take a move that torch's rule has made; undo its back-off while there is patience.
+
+        Args:
+            move: what it started from.
+            scale: the scale after it, 0-d; changed in place.
+            tracker: clean steps in a row after it, 0-d.
+            again: whether it is the same window's move once more.
+        """
+        if self.patience == 1:
+            return
+        before = self._before if again else self.left
+        self._before = before
+        found = move.found > 0
+        left = before - found.to(torch.int32)
+        scale.copy_(torch.where(found & (left > 0), move.scale, scale))
+        grown = ~found & (tracker == 0)
+        self.left = torch.where(grown, self.patience, left.clamp(min=0))
+
+
+class Caps:
+    """A cap that changes with the number of steps.
+
+    Args:
+        schedule: (first step, cap) pairs with rising steps from 0 on; none: one cap for ever.
+        low: the floor.
+        high: the largest cap.
+    """
+
+    def __init__(self, schedule: Sequence[tuple[int, float]], low: float, high: float) -> None:
+        self.schedule = [(int(step), float(cap)) for step, cap in schedule]
+        steps = [step for step, _ in self.schedule]
+        if self.schedule and (steps[0] != 0 or any(b <= a for a, b in pairwise(steps))):
+            raise SessionError(f"caps begin at steps {steps}; allowed are rising steps, the first of them 0")
+        for step, cap in self.schedule:
+            if not low <= cap <= high:
+                raise SessionError(f"the cap from step {step} on is {cap!r}; allowed is {low:g} to {high:g}")
+        self.steps = 0
+        """Moves of the scale so far."""
+        self._high = high
+
+    def now(self) -> float:
+        """The cap of this step."""
+        return next((cap for step, cap in reversed(self.schedule) if step <= self.steps), self._high)
+
+
+class _Boundary(torch.autograd.Function):
+    """The identity; its gradient is multiplied by a constant."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor, None
+
+
+def _through(value: Any, factor: float) -> Any:
+    if isinstance(value, torch.Tensor):
+        if not (value.requires_grad and value.is_floating_point()):
+            return value
+        return _Boundary.apply(value, factor)  # type: ignore[no-untyped-call]
+    if isinstance(value, dict):
+        return {k: _through(v, factor) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_through(v, factor) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+class Groups:
+    """Modules whose gradients carry a factor beside the scale, exact since both are powers of two."""
+
+    def __init__(self) -> None:
+        self.on = True
+        """Whether forwards add the factors; off where no loss is scaled, since nothing would undo them."""
+        self._factors: dict[int, float] = {}
+        self._modules: list[tuple[nn.Module, float]] = []
+        self._handles: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    def add(self, module: nn.Module, factor: float) -> None:
+        """Give a module's gradients a factor: on at its output, off at its input and at its weights."""
+        if not isinstance(module, nn.Module):
+            raise SessionError(f"a scale group is a module, not {type(module).__name__}")
+        if not (2.0**-48 <= factor <= 2.0**48 and math.frexp(factor)[0] == 0.5):
+            raise SessionError(
+                f"the factor of a scale group is {factor!r}; allowed are powers of two from 2**-48 to 2**48, "
+                "which change no digit"
+            )
+        if any(m is module for m, _ in self._modules):
+            raise SessionError(f"this {type(module).__name__} is a scale group already")
+        self._modules.append((module, factor))
+        for p in module.parameters():
+            self._factors[id(p)] = self._factors.get(id(p), 1.0) * factor
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return (_through(args, 1.0 / factor), _through(kwargs, 1.0 / factor)) if self.on else None
+
+        def leave(module: nn.Module, args: Any, out: Any) -> Any:
+            return _through(out, factor) if self.on else None
+
+        # Boundaries stand outside of what other hooks see: first before forward, last after it.
+        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(leave))
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a weight that is used inside and outside of a group: its gradient would carry two scales.
+
+        Raises:
+            SessionError: there is such a weight.
+        """
+        for module, _ in self._modules:
+            inside = {id(m) for m in module.modules()}
+            own = {id(p) for p in module.parameters()}
+            for name, other in model.named_modules():
+                if id(other) not in inside and any(id(p) in own for p in other._parameters.values()):
+                    raise SessionError(
+                        f"a weight of a scale group is shared with {name or 'the model'!r} outside of it; "
+                        "make one group of both, or none"
+                    )
+
+    def undo(self, parameters: Iterator[nn.Parameter]) -> None:
+        """Divide the gradients of these parameters by the factors of their groups, in place."""
+        by_factor: dict[float, list[torch.Tensor]] = {}
+        for p in parameters:
+            factor = self._factors.get(id(p), 1.0)
+            if p.grad is not None and factor != 1.0:
+                grad = p.grad._values() if p.grad.is_sparse else p.grad
+                by_factor.setdefault(factor, []).append(grad)
+        for factor, grads in by_factor.items():
+            for grad in grads:
+                cast(Any, grad.mul_)(1.0 / factor)
+
+    def has(self, parameters: Iterator[nn.Parameter]) -> bool:
+        """Whether one of these parameters is in a group."""
+        return bool(self._factors) and any(id(p) in self._factors for p in parameters)
+
+    def remove(self) -> None:
+        """Take the boundaries away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._modules.clear()
+        self._factors.clear()
