@@ -167,6 +167,30 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ranges:
+    """What one format would lose of some numbers. Made by ``step.ranges`` from a histogram of exponents."""
+
+    format: str
+    values: int
+    """Numbers that are finite and not zero; shares are shares of these."""
+    underflow: float
+    """Share that rounds to zero."""
+    overflow: float
+    """Share that rounds past the format's largest number."""
+    subnormal: float
+    """Share that is kept with fewer bits than the format has."""
+    sqnr_db: float | None
+    """Signal to quantisation noise, decibels; what overflows counts as cut to the largest number. None where
+    there is no signal."""
+    scale: float = 1.0
+    """The smallest power of two to multiply by first that loses hardly more than the best does; the largest
+    number stays below the format's last octave."""
+    scaled_underflow: float = 0.0
+    """Share that rounds to zero after that."""
+    scaled_sqnr_db: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
     """Measured time of one layer in one format, all directions, casts included. Made by ``plan.cost``."""
 
