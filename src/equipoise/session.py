@@ -448,7 +448,8 @@ class Session:
 
     def _error_of_skip(self) -> NonFiniteError | None:
         """The error of a skipped step that the user wants raised, or that is the last of a stall."""
-        stalled = self._stall.skips + 1 >= STALL_AFTER
+        skips = self._stall.skips + 1
+        stalled = skips >= STALL_AFTER if self._on_stall == "raise" else skips == STALL_AFTER
         if self._nonfinite != "raise" and not stalled:
             return None
         named = [(n, p) for n, p in self._root.named_parameters() if p.grad is not None]
@@ -469,10 +470,9 @@ class Session:
         text = f"{skips} steps in a row were skipped (up to step {step}): {cause}"
         if self._on_stall == "raise":
             return StallError(text)
-        if self._stall.skips <= STALL_AFTER:
-            where = layer_of(self._stall.origin, parameter)
-            evidence = {"skips": skips, "scale": scale, "parameter": parameter or ""}
-            self._decide("stall", where, "go on", text, evidence, step=step)
+        where = layer_of(self._stall.origin, parameter)
+        evidence = {"skips": skips, "scale": scale, "parameter": parameter or ""}
+        self._decide("stall", where, "go on", text, evidence, step=step)
         return None
 
     def _decide(

@@ -81,32 +81,32 @@ class Caps:
 
 
 class _Boundary(torch.autograd.Function):
-    """The identity; its gradient is multiplied by a constant."""
+    """The identity, half widened to FP32 on request; its gradient is multiplied by a constant."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor, factor: float) -> torch.Tensor:
-        return x.view_as(x)
+    def forward(x: torch.Tensor, factor: float, wide: bool) -> torch.Tensor:
+        return x.float() if wide and x.dtype.itemsize < 4 else x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.factor = inputs[1]
+        ctx.dtype, ctx.factor = inputs[0].dtype, inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * ctx.factor, None
+        return (grad * ctx.factor).to(ctx.dtype), None, None
 
 
-def _through(value: Any, factor: float) -> Any:
+def _through(value: Any, factor: float, wide: bool) -> Any:
     if isinstance(value, torch.Tensor):
         if not (value.requires_grad and value.is_floating_point()):
             return value
-        return _Boundary.apply(value, factor)  # type: ignore[no-untyped-call]
+        return _Boundary.apply(value, factor, wide)  # type: ignore[no-untyped-call]
     if isinstance(value, dict):
-        return {k: _through(v, factor) for k, v in value.items()}
+        return {k: _through(v, factor, wide) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_through(v, factor) for v in value]
+        items = [_through(v, factor, wide) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
@@ -140,10 +140,12 @@ class Groups:
             self._factors[id(p)] = self._factors.get(id(p), 1.0) * factor
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return (_through(args, 1.0 / factor), _through(kwargs, 1.0 / factor)) if self.on else None
+            inverse = 1.0 / factor
+            return (_through(args, inverse, False), _through(kwargs, inverse, False)) if self.on else None
 
         def leave(module: nn.Module, args: Any, out: Any) -> Any:
-            return _through(out, factor) if self.on else None
+            # Wide: a gradient that only fits with the factor would be flushed before it got it.
+            return _through(out, factor, True) if self.on else None
 
         # Boundaries stand outside of what other hooks see: first before forward, last after it.
         self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))

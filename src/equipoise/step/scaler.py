@@ -127,8 +127,9 @@ class LossScaler(GradScaler):
         """Give a module's gradients a scale of their own: ``factor`` times the global one.
 
         For a part of a model whose gradients are much smaller or larger than the others', or for a loss that
-        is a module. The factor comes on at the module's output and goes off at its inputs; its weights lose
-        it in ``unscale_``, so before a fused step. ``get_scale()`` stays the global scale.
+        is a module. The factor comes on at the module's output, which is widened to FP32, and goes off at
+        its inputs; its weights lose it in ``unscale_``, so before a fused step. ``get_scale()`` stays the
+        global scale.
 
         Args:
             module: all its weights are used inside it alone.

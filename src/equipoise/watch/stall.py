@@ -61,7 +61,10 @@ def likely_cause(origin: Origin | None, parameter: str | None, scale: float) -> 
     elif origin.given:
         advice = "the model has diverged: go back to an earlier checkpoint, with a smaller learning rate"
     elif origin.half and origin.backward:
-        advice = f"the loss scale is {scale:g} already: give {layer or 'it'!r} fp32 in the policy"
+        advice = (
+            f"the loss scale is {scale:g} already: give {layer or 'it'!r} fp32 in the policy, or start with "
+            "a smaller scale: scaler=LossScaler(init_scale=...)"
+        )
     elif origin.half and origin.module is not None:
         advice = f"give {layer or 'the model'!r} fp32 in the policy"
     elif origin.half:
