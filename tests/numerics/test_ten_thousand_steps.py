@@ -60,7 +60,7 @@ def test_one_bad_layer_is_widened_at_once() -> None:
 
 def test_a_model_that_only_fits_below_a_scale_of_1_finds_its_scale_and_trains() -> None:
     (result,) = run("fits-below-1")
-    assert result["most"] == 2.0**16 and result["scale"] < 1.0 and result["moved"]
+    assert result["least"] < 1.0 and result["moved"]
     assert 16 < result["skipped"] < 40 and not result["decisions"]
 
 
