@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -176,6 +177,13 @@ class PlainArm:
         self._device = pick_device(options.device)
         self._half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
         self._make = import_module("equipoise.tasks").resolve(options.task)
+        self._emulated: Callable[[], Any] | None = None
+        if options.emulate and self._half is not None:
+            operators = import_module("equipoise.step.operators")
+            self._kernels = operators.Kernels(self._device.type, emulate=True)
+            self._emulated = partial(
+                operators.autocast, self._device.type, self._half, table=False, emulate=True
+            )
 
     def setup(self, seed: int) -> dict[str, Any]:
         """Build the task for a seed."""
@@ -247,7 +255,12 @@ class PlainArm:
         return self._scaler.get_scale() >= scale
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
+        if self._half is None:
+            return nullcontext()
+        if self._emulated is not None:
+            emulated: AbstractContextManager[Any] = self._emulated()
+            return emulated
+        return torch.autocast(self._device.type, self._half)
 
     def evaluate(self, split: str, save: str | None = None) -> dict[str, Any]:
         """The metric on a split; ``save``: where the predictions go."""
@@ -411,6 +424,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="equipoise arm")
     parser.add_argument("task")
     parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--emulate", action="store_true")
     parser.add_argument("--data")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--plan")

@@ -34,8 +34,9 @@ class PlanArm:
         seed_everything(seed)
         task = self._make(seed, self._options.data)
         built = time.perf_counter()
-        self._trainer = Trainer(task, seed=seed, precision=self._options.precision, plan=self._plan,
-                                workers=self._options.workers, device=self._options.device)  # fmt: skip
+        self._trainer = Trainer(task, seed=seed, precision=self._options.precision,
+                                emulate=self._options.emulate, plan=self._plan, workers=self._options.workers,
+                                device=self._options.device)  # fmt: skip
         plan = self._trainer.prepare()
         done = time.perf_counter()
         self._plan = self._plan or plan.pinned()

@@ -25,10 +25,15 @@ from .arms import Child, Race, Sink, Track
 from .errors import RunError, TaskError
 from .evidence import FOREIGN_LIMIT, Judgement, Ratio, Verdict, judge, paired_ratio
 from .foreign_load import ForeignLoad
-from .policy import Plan
+from .formats import FORMATS
+from .policy import Plan, Policy
 
 TrainFunction = Callable[[int, str], Any]
 """``train_fn(seed, precision)``: a whole loop; gives a number, a dict of numbers, or (labels, scores)."""
+
+_EMULATED = (
+    "half formats were emulated by casts there and back: the metrics are theirs, speed and memory are not"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,7 @@ class _Request:
     max_time: float | None
     data: str | None
     precision: str
+    emulate: bool
     plan: str | None
     workers: int
     device: str
@@ -55,8 +61,9 @@ def compare(task: str | TrainFunction, *, repeats: int = 3, margin: float | str 
             metric: Any = None, higher_is_better: bool | None = None, alpha: float = 0.05,
             with_autocast: bool = False,
             steps: int | None = None, max_time: float | None = None, data: str | None = None,
-            out: str | Path | None = None, seed: int = 0, precision: str = "auto", plan: str | None = None,
-            workers: int = 0, device: str = "auto", on_event: Sink | None = None) -> Verdict:  # fmt: skip
+            out: str | Path | None = None, seed: int = 0, precision: str = "auto", emulate: bool = False,
+            plan: str | None = None, workers: int = 0, device: str = "auto",
+            on_event: Sink | None = None) -> Verdict:  # fmt: skip
     """Train with FP32 and with a plan on the same seeds and batches, and judge.
 
     Args:
@@ -77,6 +84,7 @@ def compare(task: str | TrainFunction, *, repeats: int = 3, margin: float | str 
         out: a directory for the results; None keeps them in the Verdict alone.
         seed: the first seed; the others follow it.
         precision: what the plan's arm uses: ``"auto"``, a format or a policy.
+        emulate: the half formats of both arms by casts there and back: their numbers, not their speed.
         plan: a ``plan.toml`` to use instead of planning.
         workers: processes that read data, for each arm.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ...
@@ -94,10 +102,11 @@ def compare(task: str | TrainFunction, *, repeats: int = 3, margin: float | str 
     request = _Request(
         seeds=range(seed, seed + repeats), margin=margin, metric=metric, higher_is_better=higher_is_better,
         alpha=alpha, with_autocast=with_autocast, steps=steps, max_time=max_time, data=data,
-        precision=precision, plan=plan, workers=workers, device=device, sink=on_event or (lambda event: None),
+        precision=precision, emulate=emulate, plan=plan, workers=workers, device=device,
+        sink=on_event or (lambda event: None),
     )  # fmt: skip
     if callable(task):
-        for what in ("with_autocast", "steps", "max_time", "data", "plan", "workers"):
+        for what in ("with_autocast", "steps", "max_time", "data", "plan", "workers", "emulate"):
             if getattr(request, what):
                 raise RunError(f"{what} can't be given with a function: it runs its own loop; leave it out")
     elif metric is not None and not isinstance(metric, str):
@@ -176,11 +185,20 @@ def _commands(task: str, request: _Request, machine: Mapping[str, Any]) -> list[
     common = [task, "--device", request.device, "--workers", str(request.workers)]
     if request.data is not None:
         common += ["--data", request.data]
-    plan = ["--precision", request.precision] + ([] if request.plan is None else ["--plan", request.plan])
+    emulate = ["--emulate"] * request.emulate
+    plan = ["--precision", request.precision, *emulate]
+    plan += [] if request.plan is None else ["--plan", request.plan]
     arms = [("fp32", "arm_plain", [*common, "--precision", "fp32"]), ("plan", "arm_plan", [*common, *plan])]
     if request.with_autocast:
-        arms.append(("autocast", "arm_plain", [*common, "--precision", autocast_format(machine)]))
+        half = _emulated_half(request.precision) if request.emulate else autocast_format(machine)
+        arms.append(("autocast", "arm_plain", [*common, "--precision", half, *emulate]))
     return arms
+
+
+def _emulated_half(precision: str) -> str:
+    """The format that plain autocast emulates: the policy's default, or FP16 where that is none of half."""
+    default = "fp16" if precision == "auto" else Policy.parse(precision).default
+    return default if FORMATS[default].is_half else "fp16"
 
 
 def _judged(task: str, request: _Request, race: Race, machine: Mapping[str, Any]) -> _Found:
@@ -214,7 +232,7 @@ def _judged(task: str, request: _Request, race: Race, machine: Mapping[str, Any]
     result = tally.result_of(
         task=about["name"], about=about["about"], metric={"name": name, "higher_is_better": better},
         judgement=judgement, speeds=speeds, arms=arms, seeds=request.seeds, plan=plan, machine=machine,
-        notes=race.notes, repeat=_command(task, request),
+        notes=[*race.notes, *[_EMULATED] * request.emulate], repeat=_command(task, request),
     )  # fmt: skip
     return judgement, speeds, result
 
@@ -253,6 +271,7 @@ def _command(task: str, request: _Request) -> str:
             words += [option, str(value)]
     if request.precision != "auto":
         words += ["--precision", request.precision]
+    words += ["--emulate"] * request.emulate
     return shlex.join(words + ["--with-autocast"] * request.with_autocast)
 
 

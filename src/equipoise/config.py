@@ -29,6 +29,8 @@ class RunConfig:
     seed: int = 0
     data: str | None = None
     precision: str = "auto"
+    emulate: bool = False
+    """Whether half formats are computed by casts there and back."""
     plan: str | None = None
     """The plan file that was given; its content is in ``plan.toml``."""
     device: str = "auto"

@@ -207,8 +207,8 @@ def train(make: TaskFunction, config: RunConfig, out: Path, *, on_event: OnEvent
     refuse_used(out)
     task = _make_task(make, config)
     config = _completed(config, task)
-    trainer = Trainer(task, seed=config.seed, precision=config.precision, plan=config.plan,
-                      workers=config.workers, device=config.device)  # fmt: skip
+    trainer = Trainer(task, seed=config.seed, precision=config.precision, emulate=config.emulate,
+                      plan=config.plan, workers=config.workers, device=config.device)  # fmt: skip
     directory = RunDirectory.create(out, disk or Disk())
     try:
         directory.put_text(RUN, config.to_toml())
@@ -244,7 +244,8 @@ def resume(path: Path, resolve: Callable[[str], TaskFunction], *, on_event: OnEv
         journal = Journal(directory, task, config)
         state, notes = journal.read()
         plan = path / PLAN
-        trainer = Trainer(task, seed=config.seed, precision=config.precision, workers=config.workers,
+        trainer = Trainer(task, seed=config.seed, precision=config.precision, emulate=config.emulate,
+                          workers=config.workers,
                           plan=str(plan) if plan.exists() else config.plan, device=config.device)  # fmt: skip
         if state is not None:
             trainer.load_state_dict(state)
@@ -316,6 +317,7 @@ def _command(config: RunConfig) -> str:
         value = getattr(config, option)
         if value not in (None, 0):
             words += [f"--{option.replace('_', '-')}", str(value)]
+    words += ["--emulate"] * config.emulate
     return shlex.join(words + (["--max-steps", str(config.steps)] if config.steps else []))
 
 

@@ -69,6 +69,7 @@ class Trainer:
         task: what is trained; its model is moved to the device, in place.
         seed: of the order of the data, and of everything drawn in training.
         precision: as for a Session.
+        emulate: as for a Session.
         plan: as for a Session.
         workers: processes that read the data; 0 reads them here.
         plan_time_s: as for a Session.
@@ -81,6 +82,7 @@ class Trainer:
         *,
         seed: int,
         precision: Any = "auto",
+        emulate: bool = False,
         plan: Plan | str | None = None,
         workers: int = 0,
         plan_time_s: float | None = None,
@@ -92,8 +94,9 @@ class Trainer:
         if not task.model.training:
             task.model.train()  # not always: a part that the task froze by eval() stays so
         self.session = Session(
-            task.model, task.optimizer, precision=precision, plan=plan, lr_scheduler=task.lr_scheduler,
-            plan_time_s=plan_time_s, report_every=max(1, min(50, task.steps // SAMPLED_STEPS)),
+            task.model, task.optimizer, precision=precision, emulate=emulate, plan=plan,
+            lr_scheduler=task.lr_scheduler, plan_time_s=plan_time_s,
+            report_every=max(1, min(50, task.steps // SAMPLED_STEPS)),
         )  # fmt: skip
         self.step = 0
         """Batches trained on, skipped ones too."""

@@ -46,6 +46,10 @@ def compare(
     precision: Annotated[
         str, typer.Option(help="auto, a format, or a policy such as 'bf16; head=fp32'.")
     ] = "auto",
+    emulate: Annotated[
+        bool,
+        typer.Option("--emulate", help="Half formats by casts there and back: their numbers, not speed."),
+    ] = False,
     plan: Annotated[Path | None, typer.Option(help="A plan.toml to use instead of planning.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read data, for each arm.")] = 0,
     check: Annotated[
@@ -62,8 +66,8 @@ def compare(
         verdict = run(
             task, repeats=repeats, margin=margin, metric=metric, alpha=alpha, with_autocast=with_autocast,
             steps=max_steps, max_time=limit_s, data=data, out=out or _new_name(task), seed=seed,
-            device=device, precision=precision, plan=None if plan is None else str(plan), workers=workers,
-            on_event=show,
+            device=device, precision=precision, emulate=emulate,
+            plan=None if plan is None else str(plan), workers=workers, on_event=show,
         )  # fmt: skip
     if not json:
         print_result(verdict.result)

@@ -40,6 +40,10 @@ def train(
     precision: Annotated[
         str, typer.Option(help="auto, a format such as bf16, or a policy such as 'bf16; head=fp32'.")
     ] = "auto",
+    emulate: Annotated[
+        bool,
+        typer.Option("--emulate", help="Half formats by casts there and back: their numbers, not speed."),
+    ] = False,
     plan: Annotated[Path | None, typer.Option(help="A plan.toml that pins everything.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu or mps.")] = "auto",
     workers: Annotated[int, typer.Option(help="Processes that read the data; 0 reads it in this one.")] = 0,
@@ -67,7 +71,8 @@ def train(
         return
     if resume is not None:
         _refuse_more_than_resume({
-            "task": task, "seed": seed, "data": data, "out": out, "precision": precision, "plan": plan,
+            "task": task, "seed": seed, "data": data, "out": out, "precision": precision, "emulate": emulate,
+            "plan": plan,
             "device": device, "workers": workers, "max_steps": max_steps, "max_time": max_time,
             "checkpoint_every": checkpoint_every,
         })  # fmt: skip
@@ -84,6 +89,7 @@ def train(
         seed=seed,
         data=str(Path(data).absolute()) if data and Path(data).exists() else data,
         precision=precision,
+        emulate=emulate,
         plan=None if plan is None else str(plan.absolute()),
         device=device,
         workers=workers,
