@@ -17,7 +17,7 @@ LAYERS = {
     1: {"plan", "step", "watch"},
     2: {
         "session", "task", "planning", "trials", "run", "trainer", "journal", "rundir", "evaluation",
-        "comparison", "arms", "tally", "config", "notice",
+        "comparison", "arms", "tally", "config", "notice", "inspection", "bisection",
     },
     3: {"adapters", "deliver", "tasks", "cli", "__main__", "arm_plain", "arm_plan"},
 }  # fmt: skip

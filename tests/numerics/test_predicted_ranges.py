@@ -186,8 +186,8 @@ def test_overflow_is_predicted_inside_its_octave() -> None:
 
 
 def test_noise_is_predicted() -> None:
-    """A bit is worth 6 dB. Of a signal that is one single number, as in heavy tails, its octave is all that is
-    known: it may be 12 dB off."""
+    """A bit is worth 6 dB. Of a signal that is one single number, as in heavy tails, its octave is all that
+    is known: it may be 12 dB off."""
     sizes = [(e.sqnr_db, len(v)) for _, v in real() for _, e in errors(v) if math.isfinite(e.sqnr_db)]
     large = [off for off, size in sizes if size >= 1000]
     assert len(large) > 400
