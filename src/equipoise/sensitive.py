@@ -83,9 +83,9 @@ _TABLE = (
     (
         "fp32",
         "a mean or a spread of many values: their sum leaves half's range or digits",
-        "avg_pool3d mean mean.dim var var.dim var.correction std std.dim std.correction var_mean "
-        "var_mean.dim var_mean.correction std_mean std_mean.dim std_mean.correction cov corrcoef logsumexp "
-        "logcumsumexp logaddexp logaddexp2 trace",
+        "avg_pool3d adaptive_avg_pool3d mean mean.dim var var.dim var.correction std std.dim std.correction "
+        "var_mean var_mean.dim var_mean.correction std_mean std_mean.dim std_mean.correction cov corrcoef "
+        "logsumexp logcumsumexp logaddexp logaddexp2 trace",
     ),
     (
         "fp32",
@@ -104,23 +104,28 @@ _TABLE = (
         "linalg_matrix_rank linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor "
         "linalg_matrix_rank.tol_tensor linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor "
         "linalg_qr linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd "
-        "linalg_svdvals linalg_tensorinv linalg_tensorsolve _lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse logdet "
-        "lu_solve orgqr ormqr pinverse qr slogdet svd triangular_solve",
+        "linalg_svdvals linalg_tensorinv linalg_tensorsolve _lu_with_info cholesky cholesky_inverse "
+        "cholesky_solve geqrf inverse logdet lu_solve orgqr ormqr pinverse qr slogdet svd triangular_solve",
     ),
     (
         "fp32",
         "transforms and order statistics of whole signals: half has no kernel for them",
         "fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft "
-        "fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft stft.center "
-        "polar view_as_complex quantile quantile.scalar nanquantile nanquantile.scalar "
+        "fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft "
+        "stft.center polar view_as_complex quantile quantile.scalar nanquantile nanquantile.scalar "
         "fake_quantize_per_tensor_affine",
     ),
     (
+        # The .vec too: torch.compile takes them apart before the others are reached.
         "fp32",
         "weights and coordinates of an interpolation need more digits than half has",
-        "upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
-        "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
-        "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa",
+        "upsample_nearest1d upsample_nearest1d.vec _upsample_nearest_exact1d _upsample_nearest_exact1d.vec "
+        "upsample_nearest2d upsample_nearest2d.vec _upsample_nearest_exact2d _upsample_nearest_exact2d.vec "
+        "upsample_nearest3d upsample_nearest3d.vec _upsample_nearest_exact3d _upsample_nearest_exact3d.vec "
+        "upsample_linear1d upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec "
+        "_upsample_bilinear2d_aa _upsample_bilinear2d_aa.vec upsample_trilinear3d upsample_trilinear3d.vec "
+        "upsample_bicubic2d upsample_bicubic2d.vec _upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec "
+        "_upsample_lanczos2d_aa _upsample_lanczos2d_aa.vec",
     ),
     (
         "fp32_out",
@@ -139,9 +144,9 @@ _TABLE = (
     ),
     (
         "follow",
-        "picks or repeats values, or averages them with FP32 sums inside: half loses nothing on the way",
-        "adaptive_avg_pool3d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max_pool3d "
-        "max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "
+        "picks or repeats values: exact in half",
+        "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max_pool3d max_unpool2d "
+        "max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "
         "replication_pad3d",
     ),
     (

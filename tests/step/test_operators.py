@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
 from equipoise.session import Session
@@ -125,6 +126,26 @@ def test_a_recomputed_forward_has_the_formats_of_the_first(reentrant: bool, from
         assert torch.equal(plain, recomputed)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_so_it_has_when_somebody_else_calls_backward(reentrant: bool, session: Session) -> None:
+    """A gradient penalty's torch.autograd.grad outside of the context; plain autocast keeps torch's list."""
+    model = Attention()
+    for context, expected in (
+        (session.autocast, torch.float32),
+        (lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.bfloat16),
+    ):
+        model.dtypes.clear()
+        x = HALF.float().requires_grad_()
+        with context():
+            loss = model(x, reentrant).float().square().mean()
+        if reentrant:
+            loss.backward()
+        else:
+            torch.autograd.grad(loss, x, create_graph=True)
+        assert model.dtypes == [expected] * 2
+    assert torch.softmax(HALF, -1).dtype is torch.bfloat16
+
+
 # torch builds its table of forward-mode rules with torch.jit.script at the first jvp
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_torch_func_sees_the_table(session: Session) -> None:
@@ -219,6 +240,7 @@ def kernels_of_softmax() -> str:
 
 def test_kernels_come_with_the_first_session_and_go_with_the_last() -> None:
     function_apply = torch.autograd.function.BackwardCFunction.apply
+    generator = checkpoints._checkpoint_without_reentrant_generator
     tag, before = torch.compiler.config.cache_key_tag, kernels_of_softmax()
     first, second = session_of(), session_of()
     assert kernels_of_softmax() != before and torch.compiler.config.cache_key_tag != tag
@@ -229,6 +251,7 @@ def test_kernels_come_with_the_first_session_and_go_with_the_last() -> None:
     second.restore()
     assert kernels_of_softmax() == before and torch.compiler.config.cache_key_tag == tag
     assert torch.autograd.function.BackwardCFunction.apply is function_apply
+    assert checkpoints._checkpoint_without_reentrant_generator is generator
     assert torch.softmax(HALF, -1).dtype is torch.bfloat16
 
 

@@ -114,24 +114,17 @@ def autocast(
     return _Ambient(device, dtype) if table else torch.autocast(device, dtype=dtype)
 
 
-class Backward:
-    """What a backward runs under: no autocast, which would run the products of FP32 layers in half; but the
-    table in force, for forwards that are recomputed.
-    """
+class _Flags:
+    """The table in force, or not, and emulation, whatever autocast's own state is."""
 
-    __slots__ = ("_autocast", "_before", "_device", "_emulation", "_table")
+    __slots__ = ("_before", "_emulation", "_table")
 
-    def __init__(self, device: str, table: bool, emulate: bool) -> None:
-        self._device = device
+    def __init__(self, table: bool, emulate: bool) -> None:
         self._table = table
         self._emulation = Emulation(emulate)
-        self._autocast: Any = None
         self._before = False
 
     def __enter__(self) -> None:
-        if _enabled(self._device):
-            self._autocast = torch.autocast(self._device, enabled=False)
-            self._autocast.__enter__()
         self._before = _enabled(_FLAG)
         _set_enabled(_FLAG, self._table)
         self._emulation.__enter__()
@@ -139,6 +132,28 @@ class Backward:
     def __exit__(self, *error: Any) -> None:
         self._emulation.__exit__(*error)
         _set_enabled(_FLAG, self._before)
+
+
+class Backward:
+    """What a backward runs under: no autocast, which would run the products of FP32 layers in half; but the
+    table in force, for forwards that are recomputed.
+    """
+
+    __slots__ = ("_autocast", "_device", "_flags")
+
+    def __init__(self, device: str, table: bool, emulate: bool) -> None:
+        self._device = device
+        self._flags = _Flags(table, emulate)
+        self._autocast: Any = None
+
+    def __enter__(self) -> None:
+        if _enabled(self._device):
+            self._autocast = torch.autocast(self._device, enabled=False)
+            self._autocast.__enter__()
+        self._flags.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._flags.__exit__(*error)
         if self._autocast is not None:
             self._autocast.__exit__(*error)
 
@@ -315,7 +330,7 @@ class _Installed:
             if self._users[key] > 1 or device not in _KEYS:
                 return
             if not self._libraries:
-                self._undo += [_tag_caches(), functions.install(_for_backward)]
+                self._undo += [_tag_caches(), functions.install(_for_backward, _for_recompute)]
             self._libraries[key] = _library(device, emulate)
 
     def release(self, device: str, emulate: bool) -> None:
@@ -367,6 +382,11 @@ def _for_backward() -> Callable[[], AbstractContextManager[Any]] | None:
             dtype = torch.get_autocast_dtype(device)
             return partial(autocast, device, dtype, _enabled(_FLAG), emulating())
     return None
+
+
+def _for_recompute() -> Callable[[], AbstractContextManager[Any]] | None:
+    """Our flags of this moment, to be raised again when a checkpoint computes its forward again."""
+    return partial(_Flags, _enabled(_FLAG), emulating()) if any(map(_enabled, _INSTALLED.devices)) else None
 
 
 def overload(name: str) -> Any:
