@@ -46,7 +46,11 @@ def test_wheel_has_types_stub_and_template(tmp_path: Path) -> None:
     assert wheel.name == f"equipoise-{equipoise.__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"equipoise/py.typed", "equipoise/__init__.pyi", "equipoise/deliver/report.html.j2"} <= names
-    sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/equipoise").rglob("*.py")}
+    sources = {
+        path.relative_to(ROOT / "src").as_posix()
+        for ending in ("*.py", "*.j2", "*.css")
+        for path in (ROOT / "src/equipoise").rglob(ending)
+    }
     assert sources <= names
     about = f"equipoise-{equipoise.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"equipoise", about}

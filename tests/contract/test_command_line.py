@@ -24,6 +24,10 @@ OPTIONS = {
         "--max-time", "--data", "--out", "--seed", "--device", "--precision", "--plan", "--workers",
         "--check", "--json",
     },
+    "inspect": {
+        "TASK", "--steps", "--max-steps", "--format", "--bisect", "--margin", "--seed", "--data", "--device",
+        "--out", "--json",
+    },
     "report": {"RUNS", "--price-per-hour", "--json"},
     "init-task": {"FILE"},
 }  # fmt: skip
@@ -81,7 +85,8 @@ def test_train_json_keys_and_rows_of_steps(tmp_path: Path, tmp_cache: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("verb", "word"), [("train", "no-task"), ("compare", "no-task"), ("report", "nowhere")]
+    ("verb", "word"),
+    [("train", "no-task"), ("compare", "no-task"), ("inspect", "no-task"), ("report", "nowhere")],
 )
 def test_with_json_an_error_goes_to_stderr_alone(verb: str, word: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "equipoise", verb, word, "--json"]

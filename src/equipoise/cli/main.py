@@ -27,6 +27,7 @@ VERBS = {
     "probe": "probe",
     "train": "train",
     "compare": "compare",
+    "inspect": "inspect",
     "report": "report",
     "init-task": "init_task",
 }

@@ -56,11 +56,12 @@ def number(value: float | None, digits: int = 3) -> str:
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 9.996 is 10.0
     if exponent >= 9 or exponent < -4:
         mantissa = f"{value / 10.0**exponent:.{digits - 1}f}".replace("-", "−")
-        return f"{mantissa}·10{_superscript(exponent)}"
+        return f"{mantissa}·10{superscript(exponent)}"
     return fixed(value, max(0, digits - 1 - exponent))
 
 
-def _superscript(exponent: int) -> str:
+def superscript(exponent: int) -> str:
+    """``⁻¹²``."""
     return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
