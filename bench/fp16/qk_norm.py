@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from equipoise import Task
 from equipoise.tasks import text
+from equipoise.tasks._common import warmup_cosine
 
 LAYERS, WIDTH, HEADS = 2, 128, 4
+STEPS = 200
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -61,5 +63,7 @@ def task(seed: int, data: str | None) -> Task:
         about=f"byte-level GPT with query-key norm, {LAYERS} layers of {WIDTH}",
         model=model,
         optimizer=optimizer,
-        lr_scheduler=None,
+        lr_scheduler=warmup_cosine(optimizer, STEPS),
+        steps=STEPS,
+        eval_every=STEPS // 2,
     )
