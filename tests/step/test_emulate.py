@@ -1,10 +1,12 @@
 """Half by casts there and back: the numbers of the device's own half kernels, where it has them."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from equipoise.errors import SessionError
@@ -84,3 +86,35 @@ def test_where_emulation_makes_no_sense() -> None:
     with pytest.raises(SessionError, match="eager code only"):
         Session(torch.compile(model), optimizer, precision="fp16", emulate=True)
     Session(model, optimizer, precision="fp32").restore()  # the refusals left nothing behind
+
+
+@pytest.mark.parametrize("first", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.Linear])
+def test_beside_a_session_that_does_not_emulate(kind: Any, first: str) -> None:
+    """Each has its own format, in whatever order they came, and the one that stays keeps it.
+
+    Under fake tensors as well, as torch.compile traces: there the kernels of both once called each other.
+    """
+    model, other = kind(8, 8), nn.Linear(8, 8)
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    made = {}
+    for half in sorted(dtypes, key=lambda half: half != first):
+        own = model if half == "bf16" else other
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        made[half] = Session(own, optimizer, precision=half, emulate=half == "fp16")
+
+    def seen(half: str) -> torch.dtype:
+        found = set()
+        # a session in FP16 looks at values in its first step: not with fake tensors
+        fake = [FakeTensorMode(allow_non_fake_inputs=True)] if half == "bf16" else []
+        for tensors in (nullcontext(), *fake):
+            with tensors, made[half].autocast():
+                out = model(torch.randn(3, 8))
+            found.add((out[0] if isinstance(out, tuple) else out).dtype)
+        return found.pop()
+
+    assert {half: seen(half) for half in made} == dtypes
+    made[first].restore()
+    (left,) = set(made) - {first}
+    assert seen(left) is dtypes[left]
+    made[left].restore()

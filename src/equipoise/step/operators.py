@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -38,6 +38,10 @@ _FLAG = "ipu"
 
 REGION = "maia"
 """The device type whose autocast state says: this is a compiled region, which enters autocast by itself."""
+
+_VMAP = "FuncTorchBatched"
+_TAKEN_APART = "FuncTorchBatchedDecomposition"
+"""The alias key of operators that ``vmap`` takes apart."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
@@ -271,13 +275,20 @@ def _half(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
 
 
 def _inside(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
-    """Statistics in FP32 inside torch's kernel; the result follows the input, half weights are widened."""
+    """Statistics in FP32 inside torch's kernel; the result follows the input, half weights are widened.
+
+    CPU's kernel keeps them in FP32 only where some weight or running statistic is FP32: without any, it
+    rounds the mean to half before it subtracts it. So there the input is widened, the result narrowed.
+    """
 
     def kernel(keyset: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not _enabled(_FLAG):
             return plain(keyset, x, *args, **kwargs)
+        wide = [_widened(a) for a in args]
         with _Excluded(keys):
-            return op(x, *(_widened(a) for a in args), **kwargs)
+            if device == "cpu" and x.dtype in _HALVES and all(a is None for a in wide[:4]):
+                return op(x.float(), *wide, **kwargs).to(x.dtype)
+            return op(x, *wide, **kwargs)
 
     return kernel
 
@@ -331,6 +342,7 @@ class _Installed:
                 return
             if not self._libraries:
                 self._undo += [_tag_caches(), functions.install(_for_backward, _for_recompute)]
+                self._undo.append(_vmap_library()._destroy)
             self._libraries[key] = _library(device, emulate)
 
     def release(self, device: str, emulate: bool) -> None:
@@ -396,10 +408,14 @@ def overload(name: str) -> Any:
     return None if packet is None else getattr(packet, which or "default", None)
 
 
+def _keys_of(device: str) -> Any:
+    """Autocast's dispatch keys of a device type."""
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEYS[device]))
+
+
 def _library(device: str, emulate: bool) -> Any:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    key = _KEYS[device]
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    key, keys = _KEYS[device], _keys_of(device)
     with warnings.catch_warnings():
         # Replacing torch's own kernel is what is meant here.
         warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
@@ -416,7 +432,55 @@ def _library(device: str, emulate: bool) -> Any:
     return library
 
 
+def _vmap_library() -> Any:
+    """``torch.func.vmap`` takes operators apart before autocast sees them: our rules come first.
+
+    A part that is a product of its own (in ``cov``, ``dot``) still runs in half there.
+    """
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        for row in OPERATORS:
+            op = overload(row.name)
+            if op is not None and (has(op.name(), _VMAP) or has(op.name(), _TAKEN_APART)):
+                library.impl(op, _under_vmap(row, op), _VMAP, with_keyset=True)
+    return library
+
+
+class _Apart:
+    """An operator as ``vmap`` takes it apart, called as the operator itself is."""
+
+    def __init__(self, op: Any) -> None:
+        self._schema = op._schema
+        self._own = torch.library.get_kernel(op, _VMAP)
+        self._keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _VMAP))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own.call_boxed(self._keys, *args, **kwargs)
+
+
+def _under_vmap(row: Operator, op: Any) -> Kernel:
+    apart = _Apart(op)
+
+    def plain(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return apart(*args, **kwargs)
+
+    make = _MAKERS[row.kind]
+    by_device = {device: make(apart, _keys_of(device), plain, device) for device in _KEYS}
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        first = next(_tensors((*args, *kwargs.values())), None)
+        device = "" if first is None else first.device.type
+        ours = device in by_device and _enabled(device)
+        return (by_device[device] if ours else plain)(keyset, *args, **kwargs)
+
+    return kernel
+
+
+@cache
 def _has_own(op: Any, device: str) -> bool:
+    """Whether torch has a kernel at this device's autocast key; first asked before ours is there."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _KEYS[device]))
 
 
