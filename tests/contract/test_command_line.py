@@ -17,12 +17,12 @@ OPTIONS = {
     "probe": {"--quick", "--fresh", "--device", "--json", "--out"},
     "train": {
         "TASK", "--seed", "--data", "--out", "--precision", "--plan", "--device", "--workers", "--max-steps",
-        "--max-time", "--checkpoint-every", "--resume", "--list", "--json",
+        "--max-time", "--checkpoint-every", "--resume", "--list", "--emulate", "--json",
     },
     "compare": {
         "TASK", "--repeats", "--margin", "--metric", "--alpha", "--with-autocast", "--max-steps",
         "--max-time", "--data", "--out", "--seed", "--device", "--precision", "--plan", "--workers",
-        "--check", "--json",
+        "--emulate", "--check", "--json",
     },
     "inspect": {
         "TASK", "--steps", "--max-steps", "--format", "--bisect", "--margin", "--seed", "--data", "--device",
