@@ -214,9 +214,9 @@ def main() -> None:
         q = np.percentile(arrays["amax_log2"], [0, 50, 99, 100])
         first, last = arrays["loss"][:100].mean(), arrays["loss"][-1000:].mean()
         print(
-            f"{name}: {args.steps} steps in {time.perf_counter() - start:.0f} s, loss {first:.3f} to {last:.3f};"
-            f" log2 of the largest gradient: least {q[0]:.1f}, median {q[1]:.1f}, 99 % {q[2]:.1f},"
-            f" largest {q[3]:.1f}",
+            f"{name}: {args.steps} steps in {time.perf_counter() - start:.0f} s, loss {first:.3f} to"
+            f" {last:.3f}; log2 of the largest gradient: least {q[0]:.1f}, median {q[1]:.1f}, 99 %"
+            f" {q[2]:.1f}, largest {q[3]:.1f}",
             flush=True,
         )
 
