@@ -16,7 +16,7 @@ from dataclasses import dataclass
 KINDS = {
     "fp32": "half inputs are widened, the result is FP32",
     "fp32_out": "the result is FP32 unless the call names a dtype",
-    "softmax": "as fp32_out, and a score that half made -inf counts as half's lowest number",
+    "softmax": "as the first two, and a score that half made -inf counts as half's lowest number",
     "promote": "inputs of several widths are brought to the widest",
     "follow": "as promote, where torch's own list for a device widens it without need",
     "half": "computed in the policy's half format",
@@ -38,14 +38,26 @@ class Operator:
     """Device types whose own autocast kernel for it does something else."""
     by_torch: bool = False
     """Whether it is torch's where torch lists it, and elsewhere made of other rows or absent."""
+    unit: bool = False
+    """Whether the result lies between -1 and 1, and is held there: rounding gives 1.0000002 in FP32 too."""
 
 
 def _rows() -> Iterator[Operator]:
     for kind, reason, names in _TABLE:
         for name in names.split():
-            unlike = ("cpu",) if kind == "follow" else _UNLIKE.get(name, ())
-            yield Operator(name=name, kind=kind, reason=reason, unlike=unlike, by_torch=name in _BY_TORCH)
+            unit = name == "cosine_similarity"
+            own = _EVERYWHERE if unit or kind == "softmax" else _UNLIKE.get(name, ())
+            yield Operator(
+                name=name,
+                kind=kind,
+                reason=reason,
+                unlike=("cpu",) if kind == "follow" else own,
+                by_torch=name in _BY_TORCH,
+                unit=unit,
+            )
 
+
+_EVERYWHERE = ("cpu", "cuda", "xpu", "mps")
 
 _UNLIKE = {
     # FP32 there, promoted elsewhere
@@ -93,7 +105,7 @@ _TABLE = (
         "poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss "
         "smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss "
         "triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits binary_cross_entropy "
-        "cross_entropy_loss nll_loss_nd multilabel_margin_loss_forward ctc_loss.IntList ctc_loss.Tensor",
+        "nll_loss_nd multilabel_margin_loss_forward ctc_loss.IntList ctc_loss.Tensor",
     ),
     (
         "fp32",
@@ -134,7 +146,11 @@ _TABLE = (
         "linalg_matrix_norm.str_ord norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype",
     ),
     ("softmax", "exponentials and their sum; small probabilities flush in half", "softmax.int"),
-    ("fp32_out", "logarithms of small probabilities lose digits in half", "log_softmax.int"),
+    (
+        "softmax",
+        "logarithms of small probabilities lose digits in half",
+        "log_softmax.int cross_entropy_loss",
+    ),
     (
         "promote",
         "takes inputs of several widths and would refuse them or drop digits",
@@ -178,5 +194,5 @@ OPERATORS: tuple[Operator, ...] = tuple(_rows())
 
 def table_hash() -> str:
     """A short name of the table's content: the same table, the same name."""
-    text = repr([(row.name, row.kind, row.unlike, row.by_torch) for row in OPERATORS])
+    text = repr([(row.name, row.kind, row.unlike, row.by_torch, row.unit) for row in OPERATORS])
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -222,13 +222,14 @@ def _fp32_out(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
 
 
 def _softmax(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
-    """As ``fp32_out``, and a score that half made -inf counts as half's lowest number.
+    """As ``fp32_out`` or ``fp32``, and a score that half made -inf counts as half's lowest number.
 
     A mask of the lowest number added to scores overflows in half: a row masked in full would be NaN, where
-    FP32 gives it equal weights. The widened copy is ours, so it is changed in place: as an operator that
-    autograd records it would take as long as the softmax.
+    FP32 gives it equal weights, and a masked class would cost infinity. The widened copy is ours, so it is
+    changed in place: as an operator that autograd records it would take as long as the softmax.
     """
-    wide = _fp32_out(op, keys, plain, device)
+    takes_dtype = any(a.name == "dtype" for a in op._schema.arguments)
+    wide = (_fp32_out if takes_dtype else _fp32)(op, keys, plain, device)
 
     def kernel(keyset: Any, scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if scores.dtype in _HALVES and _enabled(_FLAG):
@@ -236,6 +237,18 @@ def _softmax(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
             scores = scores.float()
             scores.detach().clamp_min_(lowest)
         return wide(keyset, scores, *args, **kwargs)
+
+    return kernel
+
+
+def _unit(wide: Kernel) -> Kernel:
+    """The same, held between -1 and 1; the gradient is that of the operator itself."""
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        out = wide(keyset, *args, **kwargs)
+        if _enabled(_FLAG):
+            out.detach().clamp_(-1.0, 1.0)
+        return out
 
     return kernel
 
@@ -312,6 +325,11 @@ _MAKERS: dict[str, Callable[[Any, Any, Plain, str], Kernel]] = {
     "half": _half,
     "inside": _inside,
 }
+
+
+def _kernel_of(row: Operator, op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
+    kernel = _MAKERS[row.kind](op, keys, plain, device)
+    return _unit(kernel) if row.unit else kernel
 
 
 # -- installed and removed --------------------------------------------------------------------------------
@@ -427,7 +445,7 @@ def _library(device: str, emulate: bool) -> Any:
             if emulate:
                 kernel = _emulated(op, keys, plain, device)
             else:
-                kernel = _MAKERS[row.kind](op, keys, plain, device)
+                kernel = _kernel_of(row, op, keys, plain, device)
             library.impl(op, kernel, key, with_keyset=True)
     return library
 
@@ -466,8 +484,7 @@ def _under_vmap(row: Operator, op: Any) -> Kernel:
     def plain(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         return apart(*args, **kwargs)
 
-    make = _MAKERS[row.kind]
-    by_device = {device: make(apart, _keys_of(device), plain, device) for device in _KEYS}
+    by_device = {device: _kernel_of(row, apart, _keys_of(device), plain, device) for device in _KEYS}
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         first = next(_tensors((*args, *kwargs.values())), None)
@@ -491,8 +508,8 @@ def _needs_kernel(row: Operator, op: Any, device: str, emulate: bool) -> bool:
     """
     if emulate:
         return row.kind == "half" and _has_own(op, device)
-    if device in row.unlike:
-        return _has_own(op, device)
+    if device in row.unlike and _has_own(op, device):
+        return True
     return not (_has_own(op, device) or row.by_torch or row.kind == "follow")
 
 

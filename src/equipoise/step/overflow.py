@@ -43,6 +43,7 @@ class Probe:
         self._gradient_of: str | None = None
         self._found: list[Origin] = []
         self._masks: list[Origin] = []  # such as log(0), by which some write a mask
+        self._half_masks: list[Origin] = []  # a mask's lowest number, and -inf in half
         self._given: Origin | None = None
         self._handles: list[Any] = []
         self._made: dict[int, torch.Tensor] = {}  # kept alive for the step, so that no id comes twice
@@ -127,7 +128,12 @@ class Probe:
             out: what it gave.
         """
         bad = [t for t in _tensors((out,)) if not _finite(t)]
-        if not bad or not all(math.isfinite(x) for x in inputs):
+        if not bad:
+            return
+        if not all(math.isfinite(x) for x in inputs):
+            # A softmax of the user's own, in FP32 by hand: the mask that overflowed before has become NaN.
+            if self._half_masks and not self._found and any(bool(t.isnan().any()) for t in bad):
+                self._found.append(self._half_masks[0])
             return
         backward = torch._C._current_graph_task_id() != -1
         if self._stack:
@@ -136,10 +142,7 @@ class Probe:
         else:
             module = self._gradient_of if backward else None
         name = _HALVES.get(bad[0].dtype, "fp32")
-        # A mask's lowest number becomes -inf in half, and is none the worse for it.
         mask = not backward and all(bool((t[~torch.isfinite(t)] == -math.inf).all()) for t in bad)
-        if mask and name != "fp32":
-            return
         origin = Origin(
             module=module,
             operator=func._schema.name.partition("::")[2],
@@ -148,7 +151,9 @@ class Probe:
             largest=max(inputs, default=0.0),
             format=name,
         )
-        (self._masks if mask else self._found).append(origin)
+        # A mask's lowest number becomes -inf in half, and is mostly none the worse for it.
+        masks = self._masks if name == "fp32" else self._half_masks
+        (masks if mask else self._found).append(origin)
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
