@@ -22,7 +22,15 @@ from .plan.cost import gemm_volume, measure_layers
 from .plan.machine import probe
 from .policy import Plan, Policy
 from .records import Choice, LayerCost, Machine
-from .step.cast import NARROWABLE, dtype_of, layer_formats, layers, module_formats
+from .step.cast import (
+    NARROWABLE,
+    castable,
+    dtype_of,
+    is_quantised,
+    layer_formats,
+    layers,
+    module_formats,
+)
 from .step.layout import has_conv_weights
 from .step.optim import can_fuse
 from .trials import Workbench, race, restored
@@ -146,8 +154,11 @@ def _half_to_try(root: nn.Module, machine: Machine) -> tuple[str | None, str]:
     """The half format worth trying, and why; none where autocast would leave a layer's weights alone."""
     for name, module in layers(root):
         for p in module._parameters.values():
-            if isinstance(module, NARROWABLE) and p is not None and (p.is_complex() or p.dtype.itemsize > 4):
+            if isinstance(module, NARROWABLE) and p is not None and not castable(p):
                 return None, f"the weights of {name or 'the model'} are {p.dtype}; only FP32 ones are cast"
+    for name, module in root.named_modules():
+        if is_quantised(module):
+            return None, f"{name or 'the model'} is quantised ({type(module).__name__}) and takes FP32"
     return choose.half_to_try(machine)
 
 

@@ -26,7 +26,16 @@ from .notice import PlanNotice
 from .policy import Plan, as_policy
 from .records import Choice, Decision, Origin, ReportSink, StepParts, StepReport
 from .step import gradients
-from .step.cast import Casts, attention_of, layer_formats, module_formats, one_root, refuse_taken
+from .step.cast import (
+    Casts,
+    attention_of,
+    castable,
+    is_quantised,
+    layer_formats,
+    module_formats,
+    one_root,
+    refuse_taken,
+)
 from .step.feed import DeviceFeed
 from .step.layout import ChannelsLast
 from .step.optim import Fused, can_fuse, distinct_optimizers, inner_optimizer, load_optimizer
@@ -42,6 +51,11 @@ LAG = 2
 it."""
 
 STATE_VERSION = 1
+
+_STATE_KEYS = {
+    "optimizers", "scaler", "plan", "lr_schedulers", "ema", "step_count", "taken_count", "owed", "history",
+    "rng", "registered",
+}  # fmt: skip
 
 _NO_CONTEXT = nullcontext()
 
@@ -136,6 +150,7 @@ class Session:
         parallel = all(isinstance(m, nn.parallel.DistributedDataParallel) for m in self._models)
         self._updater = Updater(self.device, alike=parallel or ranks.world_size() == 1)
         self._device_type = self.device.type
+        self._untouched = gradients.Untouched()
         self._late_flags: list[torch.Tensor] = []
         self._owed = 0
         self._registered: dict[str, Any] = {}
@@ -190,6 +205,7 @@ class Session:
         if plan.formats:
             _check_plan_fits(plan, formats)
         _check_castable(self._root, formats)
+        _check_not_quantised(self._root, resolved)
         self._undo_all()
         self._casts = Casts(
             self._root,
@@ -301,27 +317,50 @@ class Session:
     def _backward(
         self, loss: torch.Tensor, inputs: list[torch.Tensor] | None, retain_graph: bool | None
     ) -> None:
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise SessionError(f"the loss is {what}; one number is needed: reduce it with .mean() or .sum()")
+        _check_loss(loss)
         if self._updater.unscaled:
             raise SessionError(
                 "backward after unscale(): these gradients would be scaled and the earlier ones not. Call "
                 "unscale() once, after the last backward of the window"
             )
+        if self._updater.scales:
+            self._refuse_touched(self._optimizers)
         if not self.step_count and not self._backwards:
             self._check_first_loss(loss)
-        self._backwards += 1
         scaled = self.scaler.scale(loss) if self.scaler.is_enabled() else loss
         context = _NO_CONTEXT if self._casts is None else self._casts.backward_context()
-        with context if self._probe is None else _both(context, self._probe):
-            torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
+        try:
+            with context if self._probe is None else _both(context, self._probe):
+                torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
+        except BaseException as error:
+            self.drop()  # they may hold half a backward
+            if "through the graph a second time" in str(error):
+                raise SessionError(
+                    "this loss went backward before. The session calls backward by itself: leave out "
+                    "loss.backward(), or say retain_graph=True there. The gradients of this window were "
+                    "dropped"
+                ) from error
+            error.add_note("The gradients of this window were dropped: they may hold half a backward.")
+            raise
+        self._backwards += 1
+        if self._updater.scales:
+            self._untouched.remember(self._optimizers)
+
+    def _refuse_touched(self, optimizers: list[Any]) -> None:
+        """Refuse gradients that were changed while they carry a scale: a part of them wouldn't."""
+        what = self._untouched.changed(optimizers)
+        if what is not None:
+            raise SessionError(
+                f"a gradient {what}: gradients carry the loss scale from backward to step, and what is done "
+                "to them by hand (clipping, adding, zero_grad, loss.backward(), another optimizer.step()) "
+                "comes after session.unscale(). Call session.drop() to start anew"
+            )
 
     def unscale(self) -> None:
         """Bring gradients to their true size, for clipping by hand; at most once a window.
 
         Raises:
-            SessionError: no backward before, or unscaled already.
+            SessionError: no backward before, unscaled already, or gradients that were changed before.
         """
         self._refuse_closed()
         if not self._backwards:
@@ -330,6 +369,8 @@ class Session:
             raise SessionError(
                 "unscale() twice in a window: the second would divide true gradients by the scale"
             )
+        if self._updater.scales:
+            self._refuse_touched(self._optimizers)
         self._updater.unscale(self._optimizers)
 
     def drop(self) -> None:
@@ -338,6 +379,7 @@ class Session:
         self.scaler.forget(*self._optimizers)
         self._updater.unscaled = False
         self._backwards = 0
+        self._untouched.forget()
         _zero(self._optimizers)
 
     def step(
@@ -366,7 +408,8 @@ class Session:
             NonFiniteError: a gradient is not finite under ``nonfinite="raise"``, or the very first loss is
                 not; weights are as before.
             StallError: 20 skipped steps in a row; names the layer and the likely cause.
-            SessionError: no loss and no backward of this session, or an unknown optimizer.
+            SessionError: no loss and no backward of this session, no gradient at all, gradients that were
+                changed while they carry a scale, or an unknown optimizer.
         """
         sampled = self._sampled
         began = time.perf_counter() if sampled else 0.0
@@ -388,9 +431,7 @@ class Session:
             )
         after_backward = time.perf_counter() if sampled else 0.0
         updater = self._updater
-        if updater.scales and not updater.unscaled:
-            updater.unscale(chosen)
-        parameters, grads = gradients.collect(chosen)  # after unscaling, which gives sparse ones anew
+        parameters, grads = self._true_gradients(chosen)
         # Clipping is the user's own work and counts as the optimizer's; a check alone is ours.
         before_update = time.perf_counter() if sampled else 0.0
         norm = updater.check_and_clip(chosen, parameters, grads, max_grad_norm)
@@ -414,6 +455,22 @@ class Session:
                 machinery_s=now - after_update + before_update - after_backward,
             )
         return self._report(StepReport(self.step_count, loss, skipped, scale, norm, parts))
+
+    def _true_gradients(self, chosen: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters of these optimizers that have a gradient, and those gradients, unscaled."""
+        updater = self._updater
+        if updater.scales and not updater.unscaled:
+            self._refuse_touched(chosen)
+            updater.unscale(chosen)
+        parameters, grads = gradients.collect(chosen)  # after unscaling, which gives sparse ones anew
+        if not grads and ranks.world_size() == 1:
+            self.drop()
+            raise SessionError(
+                "no parameter of the optimizer has a gradient: the loss doesn't depend on them, or "
+                "zero_grad() came between backward and step. Was the optimizer made with this model's "
+                "parameters?"
+            )
+        return parameters, grads
 
     def _backward_to(self, loss: torch.Tensor, chosen: list[Any], retain_graph: bool | None) -> None:
         """Backward; where one optimizer of several was chosen, it reaches that one's parameters alone."""
@@ -439,6 +496,7 @@ class Session:
         scale = self._updater.close(loud=self._on_stall == "raise") if self._updater.scales else 1.0
         self._updater.unscaled = False
         self._backwards = 0
+        self._untouched.forget()
         if torch.is_autocast_enabled(self._device_type):
             torch.clear_autocast_cache()  # the next forward in this context must read the new weights
         if error is not None:
@@ -566,6 +624,7 @@ class Session:
         def evaluate() -> torch.Tensor:
             _zero(chosen)
             self._backwards = 0
+            self._untouched.remember(self._optimizers)  # those of other optimizers wait for their own step
             if torch.is_autocast_enabled(self._device_type):
                 torch.clear_autocast_cache()
             with torch.enable_grad():
@@ -752,6 +811,11 @@ class Session:
                 f"session state of version {state.get('version')!r}; this Equipoise reads version "
                 f"{STATE_VERSION}"
             )
+        missing = sorted(_STATE_KEYS - set(state))
+        if missing:
+            raise SessionError(
+                f"the session state lacks {', '.join(missing)}; it is not what state_dict() gave"
+            )
         own = {"optimizers": self._optimizers, "lr_schedulers": self._schedulers, "ema": self._emas}
         for what, objects in own.items():
             if len(state[what]) != len(objects):
@@ -759,6 +823,15 @@ class Session:
                     f"the session state holds {len(state[what])} {what}, this session has {len(objects)}; "
                     "make the session as it was when the state was saved"
                 )
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            theirs = [len(group["params"]) for group in saved["param_groups"]]
+            ours = [len(group["params"]) for group in optimizer.param_groups]
+            if theirs != ours:
+                raise SessionError(
+                    f"the state of {type(optimizer).__name__} has groups of {theirs} parameters, this "
+                    f"optimizer of {ours}; make the optimizer as it was when the state was saved"
+                )
+        _check_scaler_state(state["scaler"])
         if set(state["registered"]) != set(self._registered):
             raise SessionError(
                 f"the session state holds registered {sorted(state['registered'])}, this session has "
@@ -772,6 +845,7 @@ class Session:
         if self._backwards and not self._updater.unscaled:
             self._updater.unscale(self._optimizers)
         self._backwards = 0
+        self._untouched.forget()
         self._undo_all()
         if self._probe is not None:
             self._probe.remove()
@@ -826,6 +900,36 @@ def _device_of(optimizers: list[Any]) -> torch.device:
             for p in group["params"]:
                 return torch.device(p.device)
     raise SessionError("the optimizer holds no parameters; there is nothing to train")
+
+
+def _check_scaler_state(state: Any) -> None:
+    """Refuse what a scaler couldn't read, before anything is loaded."""
+    try:
+        LossScaler("cpu").load_state_dict(state)
+    except (TypeError, ValueError) as error:
+        raise SessionError(
+            f"the scaler's state can't be read ({error}); was it written by another version? Load a state "
+            "that LossScaler or torch.amp.GradScaler gave"
+        ) from error
+
+
+def _check_loss(loss: Any) -> None:
+    if callable(loss) and not isinstance(loss, torch.Tensor):
+        raise SessionError(
+            f"the loss is a {type(loss).__name__}; a closure is passed by name: session.step(closure=...)"
+        )
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise SessionError(f"the loss is {what}; one number is needed: reduce it with .mean() or .sum()")
+    if not loss.is_floating_point():
+        raise SessionError(
+            f"the loss is {loss.dtype}; a real number is needed: a float, or .abs() of a complex"
+        )
+    if not loss.requires_grad:
+        raise SessionError(
+            "the loss has no gradient: its forward ran under no_grad() or inference_mode(), it was detached "
+            "(.detach(), .item(), a new tensor made of it), or every parameter is frozen"
+        )
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -884,11 +988,21 @@ def _check_castable(root: nn.Module, formats: Mapping[str, str]) -> None:
     modules = dict(root.named_modules())
     for name, fmt in formats.items():
         for key, p in modules[name]._parameters.items():
-            if p is not None and fmt != "fp32" and (p.is_complex() or p.dtype.itemsize > 4):
+            if p is not None and fmt != "fp32" and not castable(p):
                 raise FormatError(
                     f"layer {name!r} can't compute in {fmt}: its {key} is {p.dtype}, and only FP32 weights "
                     "are cast. Give the layer 'fp32', which leaves it as it is, or hand over an FP32 model"
                 )
+
+
+def _check_not_quantised(root: nn.Module, formats: Mapping[str, str]) -> None:
+    for name, module in root.named_modules():
+        if formats[name] != "fp32" and is_quantised(module):
+            raise FormatError(
+                f"layer {name!r} is quantised ({type(module).__name__}) and can't compute in "
+                f"{formats[name]}: it has its own format and takes FP32. Give it 'fp32', which leaves it as "
+                "it is"
+            )
 
 
 def _check_wide(root: nn.Module) -> None:

@@ -109,6 +109,16 @@ def layer_formats(model: nn.Module, formats: Mapping[str, str]) -> dict[str, str
     }
 
 
+def castable(parameter: torch.Tensor) -> bool:
+    """Whether a weight can be brought to a half format: not an integer, complex, FP8 or double one."""
+    return parameter.is_floating_point() and parameter.dtype.itemsize in (2, 4)
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Whether torch quantised this layer: its weight is packed away and no parameter, it takes FP32."""
+    return type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"))
+
+
 def attention_of(model: nn.Module, name: str) -> str:
     """The attention that a module is a part of, whose parts have one format; ``name`` where it is in none."""
     parts = name.split(".") if name else []

@@ -31,6 +31,40 @@ def collect(optimizers: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
     return parameters, grads
 
 
+class Untouched:
+    """Notices gradients that somebody else made, changed or took away while they carry a scale.
+
+    A gradient is recognised by its tensor and by torch's count of changes in place: no kernel, no read.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int]] = {}
+
+    def remember(self, optimizers: Iterable[Any]) -> None:
+        """The gradients as they are now, after a backward of ours."""
+        parameters, grads = collect(optimizers)
+        self._known = {id(p): (g, g._version) for p, g in zip(parameters, grads, strict=True)}
+
+    def forget(self) -> None:
+        """None is known: the window is over. Keeps no gradient alive."""
+        self._known.clear()
+
+    def changed(self, optimizers: Iterable[Any]) -> str | None:
+        """What happened to a gradient of these optimizers since, in words; None when nothing did."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    grad, known = p.grad, self._known.get(id(p))
+                    if known is None:
+                        if grad is not None:
+                            return "is there that no backward of this session made"
+                    elif grad is None:
+                        return "is gone"
+                    elif grad is not known[0] or grad._version != known[1]:
+                        return "was changed"
+        return None
+
+
 class FiniteCheck:
     """Whether any gradient holds an infinity or a NaN.
 
