@@ -198,6 +198,10 @@ class Plan:
     """Whose list of operators stays in FP32: ``equipoise``, the same on every device, or ``torch``."""
     emulate: bool = False
     """Whether half formats are computed by casts there and back: their numbers, not their speed."""
+    weights: str = "fp32"
+    """How weights of bf16 layers are kept between steps: ``fp32``, ``split``, ``kahan``, ``stochastic``."""
+    state: str = "fp32"
+    """How optimizer state is kept between steps: ``fp32`` or ``8bit``."""
     choices: Sequence[Choice] = ()
     source: str = "named"
     """``named`` (asked for by format), ``static`` (the default: nothing could be told apart), ``auto``
@@ -214,6 +218,8 @@ class Plan:
         for what, value, allowed in (
             ("memory_format", self.memory_format, ("contiguous", "channels_last")),
             ("sensitive", self.sensitive, ("equipoise", "torch")),
+            ("weights", self.weights, ("fp32", "split", "kahan", "stochastic")),
+            ("state", self.state, ("fp32", "8bit")),
             ("source", self.source, ("named", "static", "auto", "pinned")),
         ):
             if value not in allowed:
@@ -235,6 +241,8 @@ class Plan:
                 "fused_optimizer": self.fused_optimizer,
                 "sensitive": self.sensitive,
                 "emulate": self.emulate,
+                "weights": self.weights,
+                "state": self.state,
                 "source": self.source,
                 "note": self.note,
                 "formats": dict(self.formats),
@@ -298,7 +306,7 @@ class Plan:
         def decisions(plan: "Plan") -> tuple[object, ...]:
             return (
                 plan.policy, dict(plan.formats), plan.memory_format, plan.fused_optimizer, plan.sensitive,
-                plan.emulate,
+                plan.emulate, plan.weights, plan.state,
             )  # fmt: skip
 
         return decisions(self) == decisions(other)
@@ -315,6 +323,8 @@ class Plan:
             lines.append("operators in FP32: torch's own autocast list for this device")
         if self.emulate:
             lines.append("half formats emulated: their numbers by casts there and back, not their speed")
+        if (self.weights, self.state) != ("fp32", "fp32"):
+            lines.append(f"between steps: weights of bf16 layers {self.weights}, state {self.state}")
         if self.note:
             lines.append(self.note)
         lines += [f"{c.what} {c.where}: {c.choice} because {c.reason}" for c in self.choices]
@@ -335,7 +345,7 @@ class Plan:
 
 _TOML_TYPES = {
     "policy": str, "formats": dict, "memory_format": str, "fused_optimizer": bool, "choices": list,
-    "sensitive": str, "emulate": bool, "source": str, "note": str,
+    "sensitive": str, "emulate": bool, "weights": str, "state": str, "source": str, "note": str,
 }  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from .step.cast import (
 )
 from .step.feed import DeviceFeed
 from .step.layout import ChannelsLast
+from .step.narrow import Narrow, check_allowed
 from .step.optim import Fused, can_fuse, distinct_optimizers, inner_optimizer, load_optimizer
 from .step.overflow import Probe
 from .step.scaler import LossScaler, NullScaler
@@ -76,6 +77,10 @@ class Session:
             ``"torch"`` those of torch's own autocast list for this device.
         emulate: compute a named half format by casts there and back, on a CPU without its kernels: its
             numbers, not its speed.
+        weights: how weights of bf16 layers are kept between steps: ``"fp32"``, ``"split"`` (bf16 and the 16
+            bits below: FP32 training, bit for bit), ``"kahan"`` (bf16 and a bf16 compensation) or
+            ``"stochastic"`` (bf16 alone, rounded stochastically). Updates are FP32 arithmetic in each.
+        state: how the optimizer's state is kept between steps: ``"fp32"`` or ``"8bit"``.
         nonfinite: ``"skip"`` leaves the weights alone when a gradient is not finite, ``"raise"`` raises.
         on_stall: after 20 skipped steps in a row ``"raise"`` raises a StallError, ``"record"`` adds to
             :attr:`decisions`, warns and goes on.
@@ -87,7 +92,8 @@ class Session:
             as its answer is clear.
 
     Raises:
-        FormatError: a format that this device doesn't have or emulates, or narrow weights.
+        FormatError: a format that this device doesn't have or emulates, a model whose weights are narrow
+            already, or narrow weights for a policy without bf16 layers.
         PolicyError: a pattern that matches nothing, or a plan that doesn't fit the model.
         SessionError: no parameters to train, or an argument of the wrong kind.
     """
@@ -104,6 +110,8 @@ class Session:
         scaler: LossScaler | None = None,
         sensitive: str = "equipoise",
         emulate: bool = False,
+        weights: str = "fp32",
+        state: str = "fp32",
         nonfinite: str = "skip",
         on_stall: str = "raise",
         on_overflow: str = "widen",
@@ -117,6 +125,8 @@ class Session:
         self._schedulers = _as_list(lr_scheduler)
         self._emas = _as_list(ema)
         _check_choice("sensitive", sensitive, ("equipoise", "torch"))
+        _check_choice("weights", weights, ("fp32", "split", "kahan", "stochastic"))
+        _check_choice("state", state, ("fp32", "8bit"))
         _check_choice("nonfinite", nonfinite, ("skip", "raise"))
         _check_choice("on_stall", on_stall, ("raise", "record"))
         _check_choice("on_overflow", on_overflow, ("widen", "record"))
@@ -133,6 +143,7 @@ class Session:
         self._plan_time_s = plan_time_s
         self._sensitive = sensitive
         self._emulate = emulate
+        self._weights, self._state = weights, state
         self._user_scaler = scaler
         self.history = History()
         self.step_count = 0
@@ -157,6 +168,7 @@ class Session:
         self._stall = StallWatch()
         self._probe: Probe | None = None
         self._casts: Casts | None = None
+        self._narrow: Narrow | None = None
         self._undo: list[Callable[[], None]] = []
         self._recorder: Any = None
         self._first_planned = 0
@@ -196,7 +208,8 @@ class Session:
             if not self._emulate:
                 refuse_unavailable(module_formats(self._root, policy).values(), self.device)
             plan = named_plan(self._root, policy)
-            self._apply(replace(plan, sensitive=self._sensitive, emulate=self._emulate))
+            plan = replace(plan, sensitive=self._sensitive, emulate=self._emulate)
+            self._apply(self._with_narrow(plan))
 
     def _apply(self, plan: Plan) -> None:
         """The one place where a plan changes the user's objects."""
@@ -221,6 +234,7 @@ class Session:
             self._undo.append(ChannelsLast(self._root, inner).remove)
         if plan.fused_optimizer:
             self._undo.extend(Fused(o).remove for o in self._optimizers if can_fuse(o))
+        self._keep_narrow(plan, resolved)
         if not self._casts.needs_loss_scale:
             self._updater.use(NullScaler())
         elif not self.scaler.is_enabled():
@@ -232,10 +246,29 @@ class Session:
         self.plan = plan
         self._first_planned = self.step_count + 1
 
+    def _with_narrow(self, plan: Plan) -> Plan:
+        """The plan with what was asked for weights and state."""
+        return replace(plan, weights=self._weights, state=self._state)
+
+    def _keep_narrow(self, plan: Plan, resolved: Mapping[str, str]) -> None:
+        if (plan.weights, plan.state) == ("fp32", "fp32"):
+            return
+        check_allowed(plan.weights, self._models)
+        narrow = Narrow(self._root, resolved, self._optimizers, plan.weights, plan.state)
+        self._undo.append(narrow.remove)
+        if plan.weights != "fp32" and not len(narrow):
+            why = f"weights={plan.weights!r}: no trained weight is read in bf16 alone under {plan.policy}"
+            if plan.source == "named":
+                self._undo_all()
+                raise FormatError(f"{why}. Ask for precision='bf16', or leave the weights in FP32")
+            warnings.warn(f"{why}; they stay in FP32", stacklevel=4)
+        self._narrow = self._updater.narrow = narrow
+
     def _undo_all(self) -> None:
         while self._undo:
             self._undo.pop()()
         self._casts = None
+        self._narrow = self._updater.narrow = None
 
     def prepare(self, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor]) -> Plan:
         """Plan now, on ``batch``; leaves no trace in weights, buffers, gradients or generators.
@@ -285,6 +318,7 @@ class Session:
                 raise
             finally:
                 recorder.remove()
+        plan = self._with_narrow(plan)
         self._apply(plan)
         self.timings = bench.timings
         spent_s = time.perf_counter() - began
@@ -312,6 +346,8 @@ class Session:
             SessionError: the loss is not a scalar, or gradients were unscaled already in this window.
         """
         self._refuse_closed()
+        if self._narrow is not None and not self._backwards:
+            self._narrow.gradients_in_fp32(True)
         self._backward(loss, None, retain_graph)
 
     def _backward(
@@ -381,6 +417,8 @@ class Session:
         self._backwards = 0
         self._untouched.forget()
         _zero(self._optimizers)
+        if self._narrow is not None:
+            self._narrow.gradients_in_fp32(False)
 
     def step(
         self,
@@ -619,6 +657,11 @@ class Session:
             raise SessionError("step(loss, closure=...) got both; the closure returns the loss by itself")
         if len(chosen) != 1:
             raise SessionError("a closure goes with one optimizer: say which with optimizer=")
+        if self._narrow is not None:
+            raise SessionError(
+                "step(closure=...) with narrow weights or state: the optimizer evaluates the loss in the "
+                "middle of its update, where the weights are FP32; leave weights= and state= at 'fp32'"
+            )
         first: list[torch.Tensor] = []
 
         def evaluate() -> torch.Tensor:
@@ -648,6 +691,8 @@ class Session:
     def _advance(self, skipped: Any, chosen: list[Any]) -> None:
         """Counters, schedule and average move only with a step that was taken."""
         self.step_count += 1
+        if self._narrow is not None:
+            self._narrow.gradients_in_fp32(False)
         if isinstance(skipped, torch.Tensor):
             self._late_flags.append(skipped)
             while len(self._late_flags) > LAG:
@@ -663,8 +708,10 @@ class Session:
             for scheduler in self._schedulers:
                 if len(chosen) == len(self._optimizers) or _steers(scheduler, chosen):
                     scheduler.step()
-        for ema in self._emas:
-            ema.update_parameters(self._models[0])
+        if self._emas:
+            with self._narrow.wide() if self._narrow is not None else _NO_CONTEXT:
+                for ema in self._emas:
+                    ema.update_parameters(self._models[0])
 
     def _settle(self) -> None:
         """Read the oldest flag: a step that was skipped after all is taken back from counters and
@@ -739,7 +786,8 @@ class Session:
         """What was decided for each layer, and why."""
         if self.plan is None:
             return "not planned yet: the plan is made after the first step, or by prepare(batch, loss_fn)"
-        return self.plan.explain()
+        narrow = "" if self._narrow is None else f"\n{self._narrow.describe()}"
+        return self.plan.explain() + narrow
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.explain())}</pre>"
@@ -764,6 +812,7 @@ class Session:
             "owed": self._owed,
             "history": self.history.state_dict(),
             "decisions": [decision.as_dict() for decision in self.decisions],
+            "narrow": None if self._narrow is None else self._narrow.state_dict(),
             "rng": rng_state(),
             "registered": {name: obj.state_dict() for name, obj in self._registered.items()},
         }
@@ -781,6 +830,8 @@ class Session:
             self._pin(Plan.from_toml(state["plan"]))
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, saved)
+        if self._narrow is not None and state.get("narrow") is not None:
+            self._narrow.load_state_dict(state["narrow"])
         self.scaler.load_state_dict(state["scaler"])
         for scheduler, saved in zip(self._schedulers, state["lr_schedulers"], strict=True):
             scheduler.load_state_dict(saved)
@@ -1010,7 +1061,8 @@ def _check_wide(root: nn.Module) -> None:
         if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4:
             raise FormatError(
                 f"parameter {name!r} is {p.dtype}; a Session takes FP32 weights and casts them by itself. "
-                "Leave out .half() or .bfloat16() and name the format: precision='bf16'"
+                "Leave out .half() or .bfloat16() and name the format: precision='bf16'. weights='stochastic', "
+                "'kahan' or 'split' keep them in bf16 and lose no update"
             )
 
 

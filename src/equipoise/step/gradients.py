@@ -16,6 +16,8 @@ import torch
 
 Tensor = torch.Tensor
 
+_SUMMED_IN_FP32 = (torch.bfloat16, torch.float32)
+
 
 def collect(optimizers: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Parameters that have a gradient, and those gradients; groups added since are seen."""
@@ -135,12 +137,17 @@ def clip(parameters: Sequence[Tensor], grads: Sequence[Tensor], max_norm: float)
     """
     norm = global_norm(grads)
     if any(g.layout is not torch.strided for g in grads):
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        factor = clip_factor(norm, max_norm)
         for g in grads:
             g.mul_(factor.to(g.device))
         return norm
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of a global norm are multiplied by, 0-d; torch's own rule."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
@@ -149,6 +156,11 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
         total: Any = torch.nn.utils.get_total_norm(grads)
         norm = cast(Tensor, total.full_tensor() if hasattr(total, "full_tensor") else total)
         # On the CPU the answer is in host memory; elsewhere reading it would be a sync.
+        if norm.device.type != "cpu" or norm.numpy() != float("inf"):
+            return norm
+    if all(type(g) is Tensor and g.dtype in _SUMMED_IN_FP32 and g.layout is torch.strided for g in grads):
+        norms = [n.to(grads[0].device) for n in torch._foreach_norm(list(grads), 2, dtype=torch.float32)]
+        norm = cast(Tensor, torch.linalg.vector_norm(torch.stack(norms)))
         if norm.device.type != "cpu" or norm.numpy() != float("inf"):
             return norm
     wide = [torch.linalg.vector_norm(dense_values(g), dtype=torch.float64) for g in grads]

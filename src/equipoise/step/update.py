@@ -17,6 +17,7 @@ from .. import ranks
 from ..errors import SessionError, StallError
 from . import gradients
 from ._scaling import lacks_momentum
+from .narrow import Narrow
 from .optim import cloned_state, inner_optimizer
 from .scaler import LossScaler, NullScaler
 
@@ -36,6 +37,9 @@ class Updater:
         self._check = gradients.FiniteCheck(device)
         self._one = torch.ones((), device=device)
         self._alike = alike
+        self.narrow: Narrow | None = None
+        """What keeps weights or state narrow between steps."""
+        self._factor: torch.Tensor | None = None
 
     def use(self, scaler: LossScaler | NullScaler) -> None:
         """The scaler from now on."""
@@ -64,8 +68,11 @@ class Updater:
                 raise SessionError(
                     f"max_grad_norm is {max_grad_norm}; it must be above 0, or None for no clipping"
                 )
-            if grads:
+            if grads and self.narrow is None:
                 norm = gradients.clip(parameters, grads, max_grad_norm)
+            elif grads:  # bf16 gradients are multiplied once they are FP32
+                norm = gradients.global_norm(grads)
+                self._factor = gradients.clip_factor(norm, max_grad_norm)
         if norm is None:
             self._check(grads)
         else:
@@ -89,9 +96,10 @@ class Updater:
         skipped: bool | torch.Tensor | None = self._check.on_host()
         if skipped is None:
             skipped = self._check.found
-        if skipped is False and len(optimizers) == 1:
+        if skipped is False and len(optimizers) == 1 and self.narrow is None:
             optimizers[0].step()
             return False
+        factor, self._factor = self._factor, None
         for optimizer in optimizers:
             if not _has_gradients(optimizer):
                 continue
@@ -101,14 +109,20 @@ class Updater:
                 if getattr(inner, "_step_supports_amp_scaling", False) and not lacks_momentum(inner):
                     inner.grad_scale, inner.found_inf = None, skipped
                     try:
-                        optimizer.step()
+                        self._step(optimizer, factor)
                     finally:
                         del inner.grad_scale, inner.found_inf
                     continue
                 skipped = bool(skipped.item())
             if not skipped:
-                optimizer.step()
+                self._step(optimizer, factor)
         return skipped
+
+    def _step(self, optimizer: Any, factor: torch.Tensor | None) -> None:
+        if self.narrow is None:
+            optimizer.step()
+        else:
+            self.narrow.step(optimizer, factor)
 
     def close(self, *, loud: bool = True) -> torch.Tensor:
         """Go to the next scale; returns the one that this window had, a copy on the device.
