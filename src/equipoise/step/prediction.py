@@ -1,7 +1,7 @@
 """The loss scale predicted: the largest power of two that overflows less often than a stated bound.
 
 Enters: for each step whether it overflowed, and on some steps log2 of the largest magnitude among the
-unscaled gradients ("amax"). Leaves: the scale of the next step. Where: inside ``LossScaler.update``. No torch.
+unscaled gradients ("amax"). Leaves: the scale of the next step. Where: inside ``LossScaler.update``.
 
 A step overflows when amax * scale reaches 65520, the smallest number that rounds to infinity in FP16. Let
 x = log2(amax). Its *level* m follows the drift of training by a short exponential average; its *residuals*
@@ -14,8 +14,8 @@ where ``bound`` is rarer than what the window has seen, so that q extrapolates; 
 
 - ``"log-normal"``: mean and deviation of r.
 - ``"gumbel"``: maxima of blocks of 32 residuals follow a Gumbel law, fitted by moments.
-- ``"histogram"``: counts of r in eighths of an octave; above the bin that 2 % exceed, their mean excess is the
-  slope of a tail that is exponential in log2, so a power law in amax.
+- ``"histogram"``: counts of r in eighths of an octave; above the bin that 2 % exceed, their mean excess is
+  the slope of a tail that is exponential in log2, so a power law in amax.
 
 An overflow says only that x was at least log2(65520) - log2(scale). Where that step was to be looked at, it
 enters as this bound, one among many residuals, so that a single spike moves the scale little. Further
