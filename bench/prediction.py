@@ -269,7 +269,7 @@ def table(recordings: list[Recording], report: Callable[[str], None]) -> list[di
         report(f"{method}: {len(GRID)} settings replayed on {len(recordings)} recordings")
         for r in recordings:
             others = [o.name for o in recordings if o is not r] or [r.name]
-            best = min(GRID, key=lambda p: max(scores[o, p] for o in others))  # noqa: B023
+            best = min(GRID, key=lambda p: max(scores[o, p] for o in others))
             for cell in CELLS:
                 add(r, cell, method, kept[r.name, best][cell], best)
                 if method == "gumbel":

@@ -176,6 +176,26 @@ def check_quotients(
                 flag.copy_(torch.maximum(flag, (~torch.isfinite(quotient)).float()))
 
 
+def largest_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """The largest magnitude among the gradients of an optimizer, 0-d; NaN where one is; None without any.
+
+    A pass over the gradients and a few small kernels for each.
+    """
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                values = _numbers(param.grad.detach())
+                values = values.to_local() if hasattr(values, "to_local") else values
+                if values.numel():
+                    low, high = torch.aminmax(values)
+                    found.setdefault(values.device, []).append(torch.maximum(high, -low).float())
+    if not found:
+        return None
+    first = next(iter(found))
+    return torch.stack([torch.stack(v).amax().to(first, non_blocking=True) for v in found.values()]).amax()
+
+
 def _numbers(grad: torch.Tensor) -> torch.Tensor:
     """The memory that a gradient's numbers lie in: values of a sparse one, real pairs of a complex one."""
     values = grad._values() if grad.is_sparse else grad

@@ -1,7 +1,8 @@
-"""What a loss scaler does beyond torch's rule: patience with overflows, caps that change, scales of groups.
+"""What a loss scaler does beyond torch's rule: patience with overflows, caps that change, prediction, groups.
 
-Enters: a move of the scale that torch's rule made, or a module. Leaves: the scale held back or capped, or a
-module whose gradients carry a factor of their own. Where: inside ``LossScaler.update`` and ``unscale_``.
+Enters: a move of the scale that torch's rule made, or a module. Leaves: the scale held back, capped or
+predicted, or a module whose gradients carry a factor of their own. Where: inside ``LossScaler.update`` and
+``unscale_``.
 
 Source: the hysteresis of Megatron-LM (``megatron/core/optimizer/grad_scaler.py``): only the last of
 ``hysteresis`` overflows backs off, and patience comes back with the next growth.
@@ -15,8 +16,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .. import ranks
 from ..errors import SessionError
-from ._scaling import Move
+from ._scaling import Move, largest_gradient, read
+from .prediction import ScalePredictor
 
 
 class Hysteresis:
@@ -78,6 +81,107 @@ class Caps:
     def now(self) -> float:
         """The cap of this step."""
         return next((cap for step, cap in reversed(self.schedule) if step <= self.steps), self._high)
+
+
+class Prediction:
+    """A predictor at work: when it looks, what it saw, and the scale that it sets.
+
+    Args:
+        bound: probability of an overflow in a step, at most.
+        init_scale: the scale until it has seen a gradient.
+        every: look at every n-th step; the first hundred are all looked at.
+    """
+
+    FIRST = 100
+
+    def __init__(self, bound: float, init_scale: float, every: int) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise SessionError(f"predict_every is {every!r}; allowed is a whole number of at least 1")
+        self.every = every
+        self.predictor = ScalePredictor(bound, init_scale=init_scale)
+        self.steps = 0
+        """Windows so far."""
+        self.told = False
+        """Whether someone outside tells the largest gradient; then none is measured here."""
+        self._amax: torch.Tensor | None = None
+        self._overflowed = False  # the present window, as far as the predictor was told
+
+    def looks(self) -> bool:
+        """Whether the gradients of this window are looked at."""
+        return not self.told and (self.steps < self.FIRST or self.steps % self.every == 0)
+
+    def look(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | None) -> None:
+        """Measure the largest gradient of an optimizer; ``scale`` is what they still carry, None: none."""
+        amax = largest_gradient(optimizer)
+        if amax is not None:
+            self.take(amax if scale is None else amax / scale.to(amax.device, non_blocking=True))
+
+    def take(self, amax: torch.Tensor) -> None:
+        """A magnitude, one number; the largest of a window counts."""
+        amax = amax.detach().to(torch.float32).reshape(()).nan_to_num(nan=math.inf, posinf=math.inf)
+        if self._amax is not None:
+            amax = torch.maximum(self._amax.to(amax.device, non_blocking=True), amax)
+        self._amax = amax
+
+    def after(self, move: Move, scale: torch.Tensor, *, again: bool) -> float | None:
+        """Take a move that torch's rule has made, and set the scale instead.
+
+        Where a window was not looked at and the host doesn't know whether it was skipped, nothing is read:
+        the rule's back-off stays, its growth does not. Else at most three numbers are read.
+
+        Args:
+            move: what it started from.
+            scale: the scale after it, 0-d; changed in place.
+            again: whether it is the same window's move once more, which tells of an overflow alone; what was
+                measured counts with the next window.
+
+        Returns:
+            the scale that was set; None where the rule's stayed.
+        """
+        amax = None
+        if not again:
+            amax = self._agreed(scale.device) if self.looks() or self._amax is not None else None
+            self.steps += 1
+            self._overflowed = False
+        skip = read(move.found) != 0.0 if move.skip is None and amax is not None else move.skip
+        if skip or amax is not None:
+            if not (again and self._overflowed):
+                used = math.log2(read(move.scale)) if skip else None
+                self.predictor.observe(_log2(amax), bool(skip), used)
+            self._overflowed = bool(skip)
+        if skip is None or not (self.predictor.seen or skip):
+            torch.minimum(scale, move.scale, out=scale)
+            if again and self.predictor.seen:
+                scale.clamp_(max=self.predictor.scale())
+            return None
+        scale.fill_(self.predictor.scale())
+        return self.predictor.scale()
+
+    def _agreed(self, device: torch.device) -> torch.Tensor:
+        """The window's largest magnitude over all ranks; 0 where there was no gradient."""
+        amax = torch.zeros((), device=device) if self._amax is None else self._amax
+        self._amax = None
+        return ranks.agree_max(amax)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, and where it stands."""
+        return {"steps": self.steps, "told": self.told, "predictor": self.predictor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        self.predictor.load_state_dict(state["predictor"])
+        self.steps, self.told, self._amax = int(state["steps"]), bool(state["told"]), None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_amax": None}
+
+
+def _log2(amax: torch.Tensor | None) -> float | None:
+    """Of a magnitude that may be 0 or infinite; None stays."""
+    if amax is None:
+        return None
+    value = read(amax)
+    return math.log2(value) if value > 0.0 else -math.inf
 
 
 class _Boundary(torch.autograd.Function):

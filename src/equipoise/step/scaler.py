@@ -52,7 +52,7 @@ from ._scaling import (
     read,
     unscale_gradients,
 )
-from .scale_options import Caps, Groups, Hysteresis
+from .scale_options import Caps, Groups, Hysteresis, Prediction
 
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -76,6 +76,11 @@ class LossScaler(GradScaler):
         hysteresis: the scale backs off only with this overflow since it last grew; those before are skipped
             under the same scale.
         caps: (first step, cap) pairs: a cap that changes with time, such as ``[(0, 2**18), (5000, 2**15)]``.
+        predict: a probability of overflow in one step, such as 1/8000: the scale is then the largest power of
+            two that is predicted to stay below it, within floor and cap, and no longer grows by trial. See
+            ``step/prediction.py``.
+        predict_every: with it, every how many steps the largest gradient is looked at (the first 100 steps
+            all are): one pass over the gradients, and on an accelerator two or three host reads.
     """
 
     def __init__(
@@ -91,11 +96,21 @@ class LossScaler(GradScaler):
         max_scale: float = 2.0**48,
         hysteresis: int = 1,
         caps: Sequence[tuple[int, float]] = (),
+        predict: float | None = None,
+        predict_every: int = 10,
     ) -> None:
         self._min_scale, self._max_scale = bounds(min_scale, max_scale)
         self._hysteresis = Hysteresis(hysteresis)
         self._caps = Caps(caps, self._min_scale, self._max_scale)
         self._groups = Groups()
+        self._prediction: Prediction | None = None
+        if predict is not None:
+            if hysteresis != 1:
+                raise SessionError(
+                    "hysteresis and predict were both given; a predicted scale doesn't back off for a single "
+                    "overflow anyway: leave hysteresis out"
+                )
+            self._prediction = Prediction(predict, init_scale, predict_every)
         if enabled:
             check_settings(growth_factor, backoff_factor, growth_interval)
             self._check_in_bounds("init_scale", init_scale)
@@ -146,6 +161,26 @@ class LossScaler(GradScaler):
         """
         self._groups.check(model)
         self._groups.on = on
+
+    def observe_amax(self, amax: float | torch.Tensor) -> None:
+        """Tell the largest magnitude among this window's *unscaled* gradients, before ``update``.
+
+        For prediction; from the first call on the scaler looks at no gradients itself, which sees weights'
+        alone, after backward. Windows that nothing is told of are windows that weren't looked at. With
+        several ranks each tells in the same windows; the largest counts. No host read.
+
+        Args:
+            amax: one number; infinite or NaN where a gradient is.
+        """
+        if not self._enabled or self._prediction is None:
+            return
+        if isinstance(amax, torch.Tensor) and amax.numel() != 1:
+            raise SessionError(
+                f"observe_amax() got a tensor of shape {tuple(amax.shape)}; pass one magnitude, such as "
+                "grad.abs().amax()"
+            )
+        self._prediction.told = True
+        self._prediction.take(torch.as_tensor(amax).abs())
 
     # ---- scale -------------------------------------------------------------------------------------
 
@@ -222,6 +257,8 @@ class LossScaler(GradScaler):
         )
         if check_only and below_one:
             check_quotients(optimizer, cast(torch.Tensor, self._scale), found)
+        if self._prediction is not None and self._prediction.looks():
+            self._prediction.look(optimizer, self._scale if check_only else None)
         return found
 
     def _below_one(self) -> bool:
@@ -418,7 +455,13 @@ class LossScaler(GradScaler):
         )
         self._hysteresis.after(move, scale, tracker, again=last is not None)
         self._caps.steps += last is None
+        value = None
+        if self._prediction is not None:
+            value = self._prediction.after(move, scale, again=last is not None)
         scale.clamp_(self._min_scale, self._caps.now())
+        if value is not None:  # it may have fallen further than by the rule
+            value = min(max(value, self._min_scale), self._caps.now())
+            self._floor.least = min(self._floor.least, value)
         skips = self._floor.after(move, scale, self._min_scale, self._backoff_factor)
         if skips:
             raise StallError(
@@ -485,6 +528,8 @@ class LossScaler(GradScaler):
             state["skips_at_floor"] = int(read(self._floor.skips))
             state["overflows_left"] = int(read(self._hysteresis.left))
             state["steps"] = self._caps.steps
+            if self._prediction is not None:
+                state["prediction"] = self._prediction.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -511,7 +556,13 @@ class LossScaler(GradScaler):
         if not self._caps.schedule:
             self._caps = Caps((), low, high)
         scale = min(max(scale, low), high)
+        prediction = self._prediction
+        if prediction is not None:
+            prediction = Prediction(prediction.predictor.bound, scale, prediction.every)
+            if state_dict.get("prediction") is not None:
+                prediction.load_state_dict(state_dict["prediction"])
         super().load_state_dict({**state_dict, "scale": scale})
+        self._prediction = prediction
         self._min_scale, self._max_scale = low, high
         self._hysteresis.left = int(state_dict.get("overflows_left", self._hysteresis.patience))
         self._caps.steps = int(state_dict.get("steps", 0))
