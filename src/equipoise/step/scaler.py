@@ -627,6 +627,9 @@ class NullScaler:
     def use_groups(self, model: nn.Module, on: bool) -> None:
         """Nothing is scaled here."""
 
+    def observe_amax(self, amax: float | torch.Tensor) -> None:
+        """Nothing is predicted here."""
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(...)``, with a closure too."""
         return optimizer.step(*args, **kwargs)
