@@ -219,6 +219,7 @@ class Session:
             _check_plan_fits(plan, formats)
         _check_castable(self._root, formats)
         _check_not_quantised(self._root, resolved)
+        check_allowed(plan.weights, self._models)
         self._undo_all()
         self._casts = Casts(
             self._root,
@@ -253,7 +254,6 @@ class Session:
     def _keep_narrow(self, plan: Plan, resolved: Mapping[str, str]) -> None:
         if (plan.weights, plan.state) == ("fp32", "fp32"):
             return
-        check_allowed(plan.weights, self._models)
         narrow = Narrow(self._root, resolved, self._optimizers, plan.weights, plan.state)
         self._undo.append(narrow.remove)
         if plan.weights != "fp32" and not len(narrow):

@@ -492,6 +492,13 @@ def test_what_is_refused() -> None:
         assert not model._forward_pre_hooks and "forward" not in model.__dict__
     with pytest.raises(FormatError, match="weights='stochastic'"):
         session(model_of("mlp").bfloat16(), precision="bf16", emulate=True)
+    model = model_of("mlp")
+    with pytest.raises(SessionError, match="DataParallel, whose buckets are made for FP32"):
+        Session(
+            nn.DataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16",
+            emulate=True, weights="split",
+        )  # fmt: skip
+    assert "forward" not in model[0].__dict__ and model[0].weight.dtype is torch.float32
     with pytest.raises(PolicyError, match="weights is 'bits'"):
         Plan.from_toml('schema = 1\npolicy = "bf16"\nweights = "bits"\n')
 

@@ -20,6 +20,8 @@ Source: stochastic rounding: Gupta et al. 2015 (arXiv 1502.02551); compensation:
 weights Zamirai et al. 2020 (arXiv 2010.06192); blocks of state: Dettmers et al. 2021 (arXiv 2110.02861).
 """
 
+import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +52,8 @@ _SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 _BLOCK = 256
 _LEAST_STATE = 4096
 """Numbers from which on a state tensor is kept in 8 bits; smaller ones cost nothing."""
+_AT_A_TIME = 256
+"""Blocks that are rounded at a time: their temporary numbers stay in the cache."""
 _FP8 = torch.float8_e4m3fn
 _FP8_LARGEST = 448.0
 
@@ -59,40 +63,85 @@ _FP8_LARGEST = 448.0
 
 def split(weight: Tensor) -> tuple[Tensor, Tensor]:
     """An FP32 tensor as bf16 and int16 ones of its shape; :func:`join` gives every bit back."""
-    bits = weight.view(torch.int32)
-    high = ((bits + 0x8000) >> 16).to(torch.int16)  # magnitudes: the sign is a bit of its own
-    high = torch.where(weight.isnan(), 0x7FC0, high)  # beside the largest NaNs lies zero
-    return high.view(torch.bfloat16), bits.to(torch.int16)
+    weight = _with_one_nan(weight)
+    upper, lower = _halves_of(weight)
+    high, low = _like(weight, torch.int16), _like(weight, torch.int16)
+    _flat(low).copy_(lower)
+    # The sign is a bit of its own: one more is one further from zero. A shift spreads the first bit: 0 or -1.
+    torch.sub(upper, _flat(low) >> 15, out=_flat(high))
+    return high.view(torch.bfloat16), low
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
     """The FP32 tensor of :func:`split`'s two halves."""
-    return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+    weight = _like(high, torch.float32)
+    upper, lower = _halves_of(weight)
+    lower.copy_(_flat(low))
+    torch.add(_flat(high).view(torch.int16), _flat(low) >> 15, out=upper)
+    return weight
 
 
 def compensated(weight: Tensor) -> tuple[Tensor, Tensor]:
     """An FP32 tensor as the nearest bf16 numbers and what those lack, in bf16."""
     high = weight.to(torch.bfloat16)
-    low = torch.nan_to_num((weight - high.float()).to(torch.bfloat16), nan=0.0, posinf=0.0, neginf=0.0)
+    low = (weight - high).to(torch.bfloat16)
+    if _may_hold_nan(low):  # inf - inf
+        low = low.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     # A distance that was rounded to a half would bring the sum's nearest number to the other side.
-    other_side = (high.float() + low.float()).to(torch.bfloat16) != high
-    return high, torch.where(other_side, torch.nextafter(low, torch.zeros_like(low)), low)
+    other_side = (high + low.float()).to(torch.bfloat16) != high
+    if weight.device.type != "cpu" or bool(other_side.any()):
+        low = torch.where(other_side, torch.nextafter(low, torch.zeros_like(low)), low)
+    return high, low
 
 
 def stochastic(weight: Tensor, generator: torch.Generator | None) -> Tensor:
     """An FP32 tensor in bf16, each number rounded away from zero with the probability of its cut-off part."""
-    bits = weight.view(torch.int32) + _random_16(weight, generator)
-    high = (bits >> 16).to(torch.int16)
-    return torch.where(weight.isnan(), 0x7FC0, high).view(torch.bfloat16)
+    weight = _with_one_nan(weight)
+    upper, lower = _halves_of(weight)
+    high = _like(weight, torch.int16)
+    # Unsigned numbers compare as signed ones do once their first bit is turned round.
+    away = (lower ^ -(2**15)) > _random_16(weight.numel(), weight.device, generator)
+    torch.add(upper, away, out=_flat(high))
+    return high.view(torch.bfloat16)
 
 
-def _random_16(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Evenly spread int32 numbers from 0 to 65535, of a tensor's shape and strides."""
+def _halves_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of an FP32 tensor's upper and lower 16 bits, flat int16."""
+    halves = _flat(weight).view(torch.int16)
+    first, second = halves[0::2], halves[1::2]
+    return (second, first) if sys.byteorder == "little" else (first, second)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A dense tensor's memory in the order in which it lies."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(tensor, dtype=dtype)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor, without gaps in its memory."""
+    same = torch.empty_like(tensor).stride() == tensor.stride()
+    return tensor if same else tensor.contiguous()
+
+
+def _with_one_nan(weight: Tensor) -> Tensor:
+    """Each NaN as the usual one: beside the largest of them lies zero."""
+    return torch.where(weight.isnan(), torch.nan, weight) if _may_hold_nan(weight) else weight
+
+
+def _may_hold_nan(values: Tensor) -> bool:
+    """Whether there may be a NaN; not asked of an accelerator, which would have to be waited for."""
+    return values.device.type != "cpu" or not math.isfinite(values.sum(dtype=torch.float32).item())
+
+
+def _random_16(n: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """Evenly spread int16 numbers, flat."""
     # 64 random bits at a time: as cheap as one number, and enough for four
-    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-    words.random_(-(2**63), None, generator=generator)
-    lanes = words.view(torch.int16)[: like.numel()].to(torch.int32) & 0xFFFF
-    return torch.empty_like(like, dtype=torch.int32).copy_(lanes.view(like.shape))
+    words = torch.empty(-(-n // 4), dtype=torch.int64, device=device)
+    return words.random_(-(2**63), None, generator=generator).view(torch.int16)[:n]
 
 
 # -- 8-bit state
@@ -106,18 +155,28 @@ def in_8_bits(values: Tensor, generator: torch.Generator | None) -> tuple[Tensor
     blocks = values.reshape(-1, _BLOCK)
     factors = blocks.abs().amax(1).div_(_FP8_LARGEST)
     factors = torch.where(factors < torch.finfo(torch.float32).tiny, 1.0, factors)
-    scaled = (blocks / factors[:, None]).clamp_(-_FP8_LARGEST, _FP8_LARGEST)
-    random = _random_16(scaled, generator)
-    # 20 bits are cut off; below 2**-6, where FP8 numbers are 2**-9 apart, the random part is added as such.
-    cut = (scaled.view(torch.int32) + (random << 4)) & ~0xFFFFF
-    small = torch.floor(scaled * 2.0**9 + random * 2.0**-16) * 2.0**-9
+    codes = torch.empty_like(blocks, dtype=_FP8)
+    for part in range(0, len(blocks), _AT_A_TIME):
+        rows = slice(part, part + _AT_A_TIME)
+        codes[rows] = _rounded_to_fp8(blocks[rows] / factors[rows, None], generator)
+    return codes.view(values.shape), factors
+
+
+def _rounded_to_fp8(scaled: Tensor, generator: torch.Generator | None) -> Tensor:
+    scaled.clamp_(-_FP8_LARGEST, _FP8_LARGEST)
+    random = _random_16(scaled.numel(), scaled.device, generator).view(scaled.shape).to(torch.int32)
+    random.add_(2**15)  # from 0 to 65535
+    # Below 2**-6, where FP8 numbers are 2**-9 apart, the random part is added as such; above, where 20 bits
+    # are cut off, to the bits.
+    small = random.mul(2.0**-16).add_(scaled, alpha=2.0**9).floor_().mul_(2.0**-9)
+    cut = random.bitwise_left_shift_(4).add_(scaled.view(torch.int32)).bitwise_and_(~0xFFFFF)
     rounded = torch.where(scaled.abs() < 2.0**-6, small, cut.view(torch.float32))
-    return rounded.clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(_FP8).view(values.shape), factors
+    return rounded.clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(_FP8)
 
 
 def from_8_bits(codes: Tensor, factors: Tensor) -> Tensor:
     """The FP32 values of :func:`in_8_bits`."""
-    return (codes.reshape(-1, _BLOCK).float() * factors[:, None]).view(codes.shape)
+    return codes.reshape(-1, _BLOCK).float().mul_(factors[:, None]).view(codes.shape)
 
 
 # -- at work
@@ -338,7 +397,7 @@ class _Weight:
         self._own_gradient_dtype = False
         grad, parameter.grad = parameter.grad, None
         # An FP32 weight that comes in is rounded to nearest: it is no update.
-        self._keep(*self._halves(parameter.data, None))
+        self._keep(*self._halves(_dense(parameter.data), None))
         parameter.grad = None if grad is None else grad.to(torch.bfloat16)
 
     def _halves(self, wide: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
@@ -357,7 +416,7 @@ class _Weight:
         high = self.parameter.data
         if self.low is None:
             return cast(Tensor, high.float())
-        return join(high, self.low) if self._kind == "split" else high.float() + self.low.float()
+        return join(high, self.low) if self._kind == "split" else high.float().add_(self.low)
 
     def gradient_dtype(self, dtype: torch.dtype) -> None:
         """What backward leaves from now on; torch's default is the weight's own dtype."""
@@ -396,11 +455,9 @@ class _Weight:
 
 
 def _sum_of(high: Tensor) -> int:
-    """A checksum of 16-bit numbers: one pass, eight bytes at a time where they lie densely."""
-    bits = high.view(torch.int16)
-    if bits.numel() % 4 == 0 and bits.is_contiguous():
-        bits = bits.view(-1).view(torch.int64)
-    return int(bits.sum())
+    """A checksum of 16-bit numbers: one pass, eight bytes at a time where that divides them."""
+    bits = _flat(_dense(high)).view(torch.int16)
+    return int((bits if bits.numel() % 4 else bits.view(torch.int64)).sum())
 
 
 def _reads_bf16_alone(root: nn.Module, formats: Mapping[str, str], parameter: Any) -> bool:
