@@ -12,6 +12,7 @@ Source: ``torch.utils._python_dispatch`` of torch 2.13.
 """
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -27,6 +28,40 @@ _HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 _NO_VALUES = ("empty", "new_empty", "resize_", "set_", "rand", "_local_scalar_dense")
 """Operators whose result is memory without meaning yet, or no tensor."""
+
+
+class _Eagerly:
+    """No compiled code while somebody is inside: it acts on the process, so that the first comes and the last
+    goes, whichever threads they are in.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._stance.__exit__(None, None, None)
+
+
+_EAGERLY = _Eagerly()
+
+
+class _Entered(threading.local):
+    """What this thread has entered of a probe and not left: a step inside autocast enters it twice."""
+
+    def __init__(self) -> None:
+        self.stack: list[ExitStack] = []
 
 
 class Probe:
@@ -45,6 +80,7 @@ class Probe:
         self._masks: list[Origin] = []  # such as log(0), by which some write a mask
         self._half_masks: list[Origin] = []  # a mask's lowest number, and -inf in half
         self._given: Origin | None = None
+        self._entered = _Entered()
         self._handles: list[Any] = []
         self._made: dict[int, torch.Tensor] = {}  # kept alive for the step, so that no id comes twice
         for name, module in model.named_modules():
@@ -54,12 +90,14 @@ class Probe:
             self._handles.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
 
     def __enter__(self) -> None:
-        self._inside = ExitStack()
-        self._inside.enter_context(torch.compiler.set_stance("force_eager"))
-        self._inside.enter_context(_Watching(self))
+        inside = ExitStack()
+        inside.enter_context(_EAGERLY)
+        if not self._entered.stack:
+            inside.enter_context(_Watching(self))
+        self._entered.stack.append(inside)
 
     def __exit__(self, *error: Any) -> None:
-        self._inside.__exit__(*error)
+        self._entered.stack.pop().__exit__(*error)
 
     @property
     def origin(self) -> Origin | None:
