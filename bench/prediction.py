@@ -33,9 +33,9 @@ FLUSHED_BELOW = -25
 STARTS, INTERVALS = (16, 32), (2000, 1000)
 """torch's and Megatron-LM's: log2 of the first scale, clean steps before it grows."""
 CELLS = tuple(itertools.product(STARTS, INTERVALS))
-GRID = tuple(itertools.product((30, 100), (1000, 4000), (1, 2, 4, 8, 16, 32)))
+GRID = tuple(itertools.product((30, 100), (1000, 4000), (2, 4, 8, 16, 32)))
 """(level window, tail window, c)."""
-WITH_LOSS = "gumbel, with the loss"
+SAMPLED, WITH_LOSS = "histogram", "histogram, with the loss"
 
 
 class Recording:
@@ -127,9 +127,8 @@ class PredictorWithLoss(ScalePredictor):
         """The loss of the step to come."""
         self.told_loss = loss_log2
         if self.seen:
-            expected = self._level + self.slope * (loss_log2 - self.loss_level)
-            most = FP16_OVERFLOW_LOG2 - expected - self._tail.quantile(self.bound)
-            self._exponent = math.ceil(most) - 1 - self._drop
+            room = self._room() - self.slope * (loss_log2 - self.loss_level)
+            self._exponent = math.ceil(room) - 1 - self._drop
 
     def after(self, amax_log2: float, overflowed: bool) -> None:
         """Take the step."""
@@ -204,7 +203,7 @@ def predicted(
     predictor = make(
         1.0 / (c * interval),
         init_scale=2.0**start,
-        tail="gumbel" if method == WITH_LOSS else method,
+        tail="histogram" if method == WITH_LOSS else method,
         level_window=level,
         tail_window=tail_window,
     )
@@ -272,10 +271,10 @@ def table(recordings: list[Recording], report: Callable[[str], None]) -> list[di
             best = min(GRID, key=lambda p: max(scores[o, p] for o in others))
             for cell in CELLS:
                 add(r, cell, method, kept[r.name, best][cell], best)
-                if method == "gumbel":
+                if method == SAMPLED:
                     for every in (10, 50):
                         found_seldom = predicted(r, method, *cell, best, every)
-                        add(r, cell, f"gumbel, every {every}th step seen", found_seldom, best)
+                        add(r, cell, f"{method}, every {every}th step seen", found_seldom, best)
         overall = min(GRID, key=lambda p: max(scores[o.name, p] for o in recordings))
         report(f"{method}: best on all recordings together: level window, tail window, c = {overall}")
     order = {r.name: i for i, r in enumerate(recordings)}

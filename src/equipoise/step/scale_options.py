@@ -144,7 +144,7 @@ class Prediction:
             self.steps += 1
             self._overflowed = False
         skip = read(move.found) != 0.0 if move.skip is None and amax is not None else move.skip
-        if skip or amax is not None:
+        if skip or (skip is not None and not again):
             if not (again and self._overflowed):
                 used = math.log2(read(move.scale)) if skip else None
                 self.predictor.observe(_log2(amax), bool(skip), used)
