@@ -143,7 +143,8 @@ class PredictorWithLoss(ScalePredictor):
             self.product += (d * off - self.product) / self.n
             self.slope = self.product / (self.square + 1e-4)
         self.seen += 1
-        weight = 1.0 / min(self.seen, self.level_window)
+        self._averaged += 1
+        weight = 1.0 / min(self._averaged, self.level_window)
         self._level += d * weight
         self.loss_level += off * weight
 

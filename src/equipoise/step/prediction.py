@@ -19,11 +19,12 @@ where ``bound`` is rarer than what the window has seen, so that q extrapolates; 
 
 An overflow says only that x was at least log2(65520) - log2(scale). Where that step was to be looked at, it
 enters as this bound, one among many residuals, so that a single spike moves the scale little. Further
-overflows before an amax is seen are a level that rose: they take off 1, 2, 4, ... octaves until one is seen.
+overflows before an amax is seen are a level that rose: they take off 1, 2, 4, ... octaves until one is seen,
+and the level starts anew from that.
 
 No law of tails holds for every training (an LSTM overflowed five times as often as its Gumbel tail said). So
-the margin, in octaves, corrects the law by what happens: it rises by a quarter with each overflow and falls by
-a quarter in 1/bound steps without one, so that over a long time the overflows are as many as stated.
+the margin, in octaves, corrects the law by what happens: it rises by a quarter with each overflow and falls
+by a quarter in 1/bound steps without one, so that over a long time overflows are as many as stated.
 
 A step costs a few float operations, whatever the windows.
 
@@ -190,6 +191,7 @@ class ScalePredictor:
         self.seen = 0
         """Amaxes that counted."""
         self._level = self._margin = 0.0  # octaves
+        self._averaged = 0  # amaxes in the level
         self._exponent = math.frexp(init_scale)[1] - 1
         self._blind = 0  # overflows since an amax was seen
         self._drop = 0  # octaves that they took off
@@ -218,6 +220,8 @@ class ScalePredictor:
                 self._exponent = math.floor(used) - _BLIND_DROP
             self._blind += 1
         elif amax_log2 is not None and math.isfinite(amax_log2):
+            if self._blind > 1:
+                self._level, self._averaged = amax_log2, 0
             self._blind = self._drop = 0
             self._count(amax_log2)
         if self.seen:
@@ -232,7 +236,8 @@ class ScalePredictor:
         if self.seen:
             self._tail.observe(x - self._level)
         self.seen += 1
-        self._level += (x - self._level) / min(self.seen, self.level_window)
+        self._averaged += 1
+        self._level += (x - self._level) / min(self._averaged, self.level_window)
 
     def state_dict(self) -> dict[str, Any]:
         """Settings and all that was learned: numbers, text and lists."""

@@ -144,11 +144,9 @@ class Prediction:
             self.steps += 1
             self._overflowed = False
         skip = read(move.found) != 0.0 if move.skip is None and amax is not None else move.skip
-        if skip or (skip is not None and not again):
-            if not (again and self._overflowed):
-                used = math.log2(read(move.scale)) if skip else None
-                self.predictor.observe(_log2(amax), bool(skip), used)
-            self._overflowed = bool(skip)
+        if skip is not None and not (again and (self._overflowed or not skip)):
+            self.predictor.observe(_log2(amax), skip, math.log2(read(move.scale)) if skip else None)
+            self._overflowed = skip
         if skip is None or not (self.predictor.seen or skip):
             torch.minimum(scale, move.scale, out=scale)
             if again and self.predictor.seen:

@@ -553,14 +553,14 @@ class LossScaler(GradScaler):
             raise SessionError(
                 "this scaler state has a scale of NaN; allowed is any number. Load an earlier checkpoint."
             )
-        if not self._caps.schedule:
-            self._caps = Caps((), low, high)
         scale = min(max(scale, low), high)
         prediction = self._prediction
         if prediction is not None:
             prediction = Prediction(prediction.predictor.bound, scale, prediction.every)
             if state_dict.get("prediction") is not None:
                 prediction.load_state_dict(state_dict["prediction"])
+        if not self._caps.schedule:
+            self._caps = Caps((), low, high)
         super().load_state_dict({**state_dict, "scale": scale})
         self._prediction = prediction
         self._min_scale, self._max_scale = low, high
