@@ -9,12 +9,24 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+SHARDED = [
+    f"{where}-{order}{clip}"
+    for where in ("plain", "shard", "loss")
+    for order in ("first", "last")
+    for clip in ("", "-clip")
+]
+NORMS = ["norms:1:none", "norms:1e30:none"]
+"""The second: numbers whose squares leave FP32's range."""
 SCENARIOS = [
     "ddp:auto:none",
     "fsdp:auto:none",
     "ddp:bf16:2",
     "ddp:fp16:2",
     "fsdp:bf16:2",
+    *(f"sharded:{where}:2" for where in SHARDED),
+    "sharded:first:none",
+    "sharded:last-clip:none",
+    *NORMS,
     "local:fp32:2",
     "gan:bf16:none",
     "overflow:ddp:2",
@@ -58,6 +70,31 @@ def test_a_fault_on_one_rank_is_skipped_by_both(results, scenario: str) -> None:
     a, b = results[scenario]
     assert a["skipped"] == b["skipped"] == [False, False, True, False, False, False]
     assert a["weights"] == b["weights"] and a["scale"] == b["scale"]
+
+
+@pytest.mark.parametrize("where", SHARDED)
+def test_s8_an_overflow_on_one_rank_with_some_gradients_sharded_and_some_not(results, where: str) -> None:
+    a, b = results[f"sharded:{where}:2"]
+    assert a == b  # skips, scales, norms, weights
+    assert a["skipped"] == [False, False, True, False, False, False]
+    # grown after two clean steps, halved by the skip, grown again after two
+    assert a["scales"] == [1024, 1024, 2048, 1024, 1024, 2048] and a["scale"] == 2048
+
+
+@pytest.mark.parametrize("scenario", NORMS)
+def test_s8_neighbour_the_norm_counts_every_shard_and_what_is_not_sharded_once(
+    results, scenario: str
+) -> None:
+    a, b = results[scenario]
+    assert a == b
+    assert a["norm"] == pytest.approx(a["exact"], rel=1e-5) and a["left"] == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("scenario", ["sharded:first:none", "sharded:last-clip:none"])
+def test_s8_without_an_overflow_they_train_as_one_process_does(results, scenario: str) -> None:
+    a, b = results[scenario]
+    assert a == b and not any(a["skipped"])
+    assert a["weights"] == pytest.approx(a["alone"], rel=2e-3)
 
 
 @pytest.mark.parametrize("scenario", ["overflow:ddp:2", "overflow:local:0"])

@@ -12,6 +12,7 @@ import equipoise.planning
 from equipoise import ranks
 from equipoise.errors import NonFiniteError
 from equipoise.session import Session
+from equipoise.step import gradients
 from equipoise.step.scaler import LossScaler
 from recorded import machine
 
@@ -78,6 +79,82 @@ def fsdp(rank: int, precision: str, bad: int | None) -> dict:
         module, torch.optim.AdamW(module.parameters(), lr=1e-2), precision=precision, plan_time_s=3.0
     )
     return train(session, module, rank, bad)
+
+
+def sharded(rank: int, where: str, bad: int | None) -> dict:
+    """FP16, some layers sharded, the others each rank's own; at step ``bad`` one rank alone overflows.
+
+    Args:
+        rank: this rank.
+        where: ``plain`` (an own layer's gradient), ``shard`` (this rank's part of a sharded one) or ``loss``;
+            ``-first`` lists the own layers before the sharded ones, ``-clip`` clips.
+        bad: the step.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = model()
+    fully_shard(module[3], mesh=init_device_mesh("cpu", (2,)))
+    plain = [*module[0].parameters(), *module[2].parameters()]
+    parts = [plain, list(module[3].parameters())]
+    parameters = [p for part in (parts if "first" in where else parts[::-1]) for p in part]
+    scaler = LossScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    session = Session(module, optimizer, precision="fp16", scaler=scaler, emulate=True)
+    clip = 0.1 if "clip" in where else None
+    seen = {"skipped": [], "scales": [], "norms": []}
+    for step in range(6):
+        with session.autocast():
+            # one batch for all: nobody reduces the gradients of the layers that aren't sharded
+            loss = F.cross_entropy(module(X), Y)
+        fault = step == bad and rank == 1
+        session.backward(loss * float("inf") if fault and "loss" in where else loss)
+        session.unscale()
+        if fault and "loss" not in where:
+            grad = (module[0] if "plain" in where else module[3]).weight.grad
+            (grad.to_local() if hasattr(grad, "to_local") else grad)[0, 0] = float("nan")
+        report = session.step(max_grad_norm=clip)
+        seen["skipped"].append(report.skipped)
+        seen["scales"].append(report.scale)
+        seen["norms"].append(None if report.skipped or clip is None else report.grad_norm)
+    by_hand = None if bad is not None else digest(trained_alone(clip))
+    return seen | {
+        "weights": digest(module.parameters()),
+        "scale": session.scaler.get_scale(),
+        "alone": by_hand,
+    }
+
+
+def norms(rank: int, size: str, bad: int | None) -> dict:
+    """The global norm of gradients, some sharded and one each rank's own, and what clipping leaves."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = [X[:, :3] * float(size), Y[:, None].float() * float(size)]
+    parameters = [nn.Parameter(distribute_tensor(whole[0], mesh, [Shard(0)])), nn.Parameter(whole[1])]
+    parameters.append(nn.Parameter(distribute_tensor(whole[0][:1], mesh, [Shard(0)])))  # nothing on rank 1
+    for p in parameters:
+        p.grad = p.detach().clone()
+    grads = [p.grad for p in parameters]
+    norm = gradients.clip(parameters, grads, 1.0)
+    exact = sum(float(w.double().square().sum()) for w in (*whole, whole[0][:1])) ** 0.5
+    left = sum(float(g.double().square().sum()) for g in full(grads)) ** 0.5
+    assert isinstance(grads[0], DTensor)
+    return {"norm": float(norm), "exact": exact, "left": left}
+
+
+def trained_alone(clip: float | None) -> list[torch.Tensor]:
+    """The same training in FP32 in one process, from which FP16 differs by rounding."""
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(module(X), Y).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+    return list(module.parameters())
 
 
 def local(rank: int, precision: str, bad: int | None) -> dict:

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import torch
 
+from .. import ranks
+
 Tensor = torch.Tensor
 
 _SUMMED_IN_FP32 = (torch.bfloat16, torch.float32)
@@ -136,10 +138,16 @@ def clip(parameters: Sequence[Tensor], grads: Sequence[Tensor], max_norm: float)
     infinite.
     """
     norm = global_norm(grads)
-    if any(g.layout is not torch.strided for g in grads):
+    kinds = _by_kind(grads)
+    if len(kinds) > 1:
+        # Each rank may have gradients of its own beside shards: one factor, or shards would part ways.
+        largest = ranks.agree_max(norm.clone())
+        norm = torch.where(torch.isfinite(norm), largest, norm)  # a NaN of this rank's own stays one
+    if len(kinds) > 1 or any(g.layout is not torch.strided for g in grads):
         factor = clip_factor(norm, max_norm)
         for g in grads:
-            g.mul_(factor.to(g.device))
+            dense = g.to_local() if hasattr(g, "to_local") else g
+            dense.mul_(factor.to(dense.device))
         return norm
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
@@ -152,6 +160,11 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """2-norm over all gradients, 0-d float32; over all shards where gradients are sharded."""
+    kinds = _by_kind(grads)
+    if len(kinds) > 1:
+        norms = [global_norm(kind) for kind in kinds]
+        together = torch.stack([n.to(norms[0].device, torch.float64) for n in norms])
+        return cast(Tensor, torch.linalg.vector_norm(together).to(torch.float32))
     if all(g.dtype is torch.float32 and g.layout is torch.strided for g in grads):
         total: Any = torch.nn.utils.get_total_norm(grads)
         norm = cast(Tensor, total.full_tensor() if hasattr(total, "full_tensor") else total)
@@ -163,6 +176,24 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
         norm = cast(Tensor, torch.linalg.vector_norm(torch.stack(norms)))
         if norm.device.type != "cpu" or norm.numpy() != float("inf"):
             return norm
-    wide = [torch.linalg.vector_norm(dense_values(g), dtype=torch.float64) for g in grads]
+    wide = [_wide_norm(g) for g in grads]
     total_hp = torch.linalg.vector_norm(torch.stack([w.to(wide[0].device) for w in wide]))
     return cast(Tensor, total_hp.to(torch.float32))
+
+
+def _wide_norm(g: Tensor) -> Tensor:
+    """2-norm of one gradient, all its shards, in float64."""
+    if hasattr(g, "full_tensor"):
+        whole: Any = torch.linalg.vector_norm(g, dtype=torch.float64)
+        return cast(Tensor, whole.full_tensor())
+    return cast(Tensor, torch.linalg.vector_norm(dense_values(g), dtype=torch.float64))
+
+
+def _by_kind(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Plain gradients, and sharded ones by the ranks they are spread over: no operator takes both at once."""
+    if all([type(g) is Tensor for g in grads]):
+        return [list(grads)]
+    kinds: dict[Any, list[Tensor]] = {}
+    for g in grads:
+        kinds.setdefault(getattr(g, "device_mesh", None), []).append(g)
+    return list(kinds.values())
