@@ -1,5 +1,6 @@
-"""F3 and F4: updates that half formats lose. The neighbours: each way to keep weights, each optimizer, decay alone,
-average, first and second moments.
+"""F3 and F4: updates that half formats lose.
+
+The neighbours: each way to keep weights, each optimizer, decay alone, momentum, second moments.
 """
 
 from typing import Any
