@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from equipoise import Session
 from equipoise.errors import SessionError, StallError
 from equipoise.step.prediction import FP16_OVERFLOW_LOG2, TAILS, ScalePredictor
 from equipoise.step.scaler import LossScaler
@@ -284,6 +285,24 @@ def test_two_optimizers_updated_after_each_are_one_step() -> None:
             scaler.update()
         histories.append(history)
     assert histories[0] == histories[1]
+
+
+def test_a_session_takes_a_scaler_that_predicts() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    scaler = LossScaler("cpu", init_scale=2.0**32, predict=1 / 32_000)
+    session = Session(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), precision="fp16", emulate=True, scaler=scaler
+    )
+    x, y = torch.randn(16, 8), torch.randn(16, 2)
+    skips = 0
+    for _ in range(60):
+        with session.autocast():
+            loss = nn.functional.mse_loss(model(x).float(), y)
+        skips += session.step(loss, max_grad_norm=1.0).skipped
+    assert skips <= 2
+    assert 2.0**8 < scaler.get_scale() < 2.0**20
+    assert session.state_dict()["scaler"]["prediction"]["predictor"]["seen"] >= 58
 
 
 def test_hysteresis_beside_prediction_is_refused() -> None:

@@ -170,7 +170,7 @@ class ScalePredictor:
         bound: float,
         *,
         init_scale: float = 2.0**16,
-        tail: str = "gumbel",
+        tail: str = "histogram",
         level_window: float = 100.0,
         tail_window: float = 4000.0,
     ) -> None:
