@@ -1061,8 +1061,8 @@ def _check_wide(root: nn.Module) -> None:
         if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4:
             raise FormatError(
                 f"parameter {name!r} is {p.dtype}; a Session takes FP32 weights and casts them by itself. "
-                "Leave out .half() or .bfloat16() and name the format: precision='bf16'. weights='stochastic', "
-                "'kahan' or 'split' keep them in bf16 and lose no update"
+                "Leave out .half() or .bfloat16() and name the format: precision='bf16'. With "
+                "weights='stochastic', 'kahan' or 'split' the session keeps them in bf16 and loses no update"
             )
 
 
