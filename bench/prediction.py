@@ -55,6 +55,26 @@ class Recording:
         columns = np.clip(FLUSHED_BELOW - exponents - self._lowest, 0, self._below.shape[1] - 1)
         return self._below[np.arange(len(columns)), columns] / self._below[:, -1]
 
+    def foresight(self) -> tuple[float, float]:
+        """What could be known of log2(amax) off its level, the mean of about 100 steps before.
+
+        Returns:
+            its correlation with that of the step before, and with log2(loss) off its level.
+        """
+        x, loss = (v - _level(v) for v in (self.amax_log2, self.loss_log2))
+        late = slice(min(2000, len(x) // 2), None)
+        x, loss = x[late], loss[late]
+        return float(np.corrcoef(x[1:], x[:-1])[0, 1]), float(np.corrcoef(x, loss)[0, 1])
+
+
+def _level(values: np.ndarray, window: int = 100) -> np.ndarray:
+    """Exponential average of the values before each, (N,)."""
+    level, levels = float(values[0]), []
+    for i, value in enumerate(values.tolist()):
+        levels.append(level)
+        level += (value - level) / min(i + 1, window)
+    return np.array(levels)
+
 
 class Policy(Protocol):
     """Chooses a scale 2**exponent for each step."""
@@ -295,8 +315,11 @@ def main() -> None:
     notes: list[str] = []
     rows = table(recordings, notes.append)
     if args.json:
-        shares = {r.name: r.weights_largest for r in recordings}
-        print(json.dumps({"rows": rows, "notes": notes, "weights_hold_the_largest": shares}, indent=1))
+        about = {
+            r.name: {"largest_is_a_weight": r.weights_largest, "correlations": r.foresight()}
+            for r in recordings
+        }
+        print(json.dumps({"rows": rows, "notes": notes, "recordings": about}, indent=1))
         return
     print("recording  start interval method                         skips      flushed  of all steps"
           "  skips:GS  flushed:GS  met  (level, tail, c)")  # fmt: skip
@@ -307,7 +330,11 @@ def main() -> None:
             f" {w['flushed_ratio']:11.3f}  {'yes' if w['met'] else 'no ':3s}  {w['parameters'] or ''}"
         )
     for r in recordings:
-        print(f"{r.name}: the largest gradient is a weight's in {r.weights_largest:.1%} of the steps")
+        before, loss = r.foresight()
+        print(
+            f"{r.name}: the largest gradient is a weight's in {r.weights_largest:.2%} of the steps; off its level"
+            f" it correlates {before:.2f} with that of the step before, {loss:.2f} with the loss"
+        )
     print("\n".join(notes))
 
 
