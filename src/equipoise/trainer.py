@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .blame import is_users, told
-from .errors import EquipoiseError, NonFiniteError, RunError, TaskError
+from .errors import EquipoiseError, NonFiniteError, RunError, SessionError, TaskError
 from .evaluation import (
     Evaluation,
     first_nonfinite,
@@ -309,6 +309,8 @@ class Trainer:
         """Turn what the task's own code and data are to blame for, and a lack of memory, into a TaskError."""
         try:
             yield
+        except SessionError as error:  # a misuse by the task: what it gave as loss, or did to gradients
+            raise TaskError(f"task {self.task.name!r}: {doing} failed: {error}") from error
         except (EquipoiseError, Stopped):
             raise
         except (Exception, SystemExit) as error:
