@@ -253,6 +253,12 @@ def worst(found: Result, reference: Result) -> float:
 def table(recordings: list[Recording], report: Callable[[str], None]) -> list[dict[str, object]]:
     """Every recording x start x interval x method."""
     references = {(r.name, *cell): grad_scaler(r, *cell) for r in recordings for cell in CELLS}
+    for (name, start, interval), reference in references.items():
+        if not (reference.skips and reference.flushed):
+            raise SystemExit(
+                f"{name}, start 2^{start}, interval {interval}: GradScaler skips {reference.skips} steps and"
+                f" flushes {reference.flushed}: nothing to compare with; record more steps"
+            )
     rows: list[dict[str, object]] = []
 
     def add(
@@ -332,8 +338,8 @@ def main() -> None:
     for r in recordings:
         before, loss = r.foresight()
         print(
-            f"{r.name}: the largest gradient is a weight's in {r.weights_largest:.2%} of the steps; off its level"
-            f" it correlates {before:.2f} with that of the step before, {loss:.2f} with the loss"
+            f"{r.name}: the largest gradient is a weight's in {r.weights_largest:.2%} of the steps; off its"
+            f" level it correlates {before:.2f} with that of the step before, {loss:.2f} with the loss"
         )
     print("\n".join(notes))
 
