@@ -207,7 +207,13 @@ def result(recording: Recording, exponents: np.ndarray, skipped: np.ndarray) -> 
 
 def grad_scaler(recording: Recording, start: int, interval: int) -> Result:
     """What all others are compared with."""
-    return replay(recording, GradScalerRule(start, interval))
+    found = replay(recording, GradScalerRule(start, interval))
+    if not (found.skips and found.flushed):
+        raise SystemExit(
+            f"{recording.name}, start 2^{start}, interval {interval}: GradScaler skips {found.skips} steps and"
+            f" flushes {found.flushed}: nothing to compare with; record more steps"
+        )
+    return found
 
 
 def predicted(
@@ -253,12 +259,6 @@ def worst(found: Result, reference: Result) -> float:
 def table(recordings: list[Recording], report: Callable[[str], None]) -> list[dict[str, object]]:
     """Every recording x start x interval x method."""
     references = {(r.name, *cell): grad_scaler(r, *cell) for r in recordings for cell in CELLS}
-    for (name, start, interval), reference in references.items():
-        if not (reference.skips and reference.flushed):
-            raise SystemExit(
-                f"{name}, start 2^{start}, interval {interval}: GradScaler skips {reference.skips} steps and"
-                f" flushes {reference.flushed}: nothing to compare with; record more steps"
-            )
     rows: list[dict[str, object]] = []
 
     def add(
