@@ -210,7 +210,7 @@ def grad_scaler(recording: Recording, start: int, interval: int) -> Result:
     found = replay(recording, GradScalerRule(start, interval))
     if not (found.skips and found.flushed):
         raise SystemExit(
-            f"{recording.name}, start 2^{start}, interval {interval}: GradScaler skips {found.skips} steps and"
+            f"{recording.name}, start 2^{start}, interval {interval}: GradScaler skips {found.skips} and"
             f" flushes {found.flushed}: nothing to compare with; record more steps"
         )
     return found
