@@ -1,6 +1,6 @@
 """Rows S1-S11 of the cases from real life, as far as they concern the scaler alone.
 
-S4 (schedule and average) and S8 (two ranks) belong to the session and have their tests there.
+In a Session: tests/cases/test_scaling_in_a_session.py. S8 (two ranks): tests/distributed.
 """
 
 import contextlib
