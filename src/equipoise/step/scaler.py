@@ -55,6 +55,7 @@ from ._scaling import (
 from .scale_options import Caps, Groups, Hysteresis, Prediction
 
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_OWN_STATE_KEYS = ("min_scale", "max_scale", "skips_at_floor", "overflows_left", "steps")
 
 
 class LossScaler(GradScaler):
@@ -545,6 +546,15 @@ class LossScaler(GradScaler):
                 f"this scaler state lacks {', '.join(missing)}; it has {', '.join(map(str, state_dict))}."
                 " Pass what state_dict() of a LossScaler or a torch.amp.GradScaler gave."
             )
+        for key in (*_STATE_KEYS, *_OWN_STATE_KEYS):
+            value = state_dict.get(key, 0)
+            if not isinstance(value, (int, float)) and not (
+                isinstance(value, torch.Tensor) and value.numel() == 1
+            ):
+                raise SessionError(
+                    f"this scaler state has {value!r} as {key}, where a number is needed; nothing of it was"
+                    " loaded. Load an earlier checkpoint."
+                )
         low, high = bounds(
             state_dict.get("min_scale", self._min_scale), state_dict.get("max_scale", self._max_scale)
         )
