@@ -57,7 +57,7 @@ class Policy:
 
     def __init__(self, half: str) -> None:
         self._emulate, self._dtype = half == "fp16", HALVES[half]
-        self._kernels = [Kernels("cpu")] + ([Kernels("cpu", emulate=True)] if self._emulate else [])
+        self._kernels = [Kernels("cpu", which) for which in ("table", "fp16", "emulate")[: 2 + self._emulate]]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward."""
@@ -516,7 +516,8 @@ def cells(found: Sequence[Found]) -> dict[str, str]:
     """A line of the page, by column."""
     kind = TABLE[found[0].name].kind
     ours = _number(max(f.ours for f in found))
-    if kind in ("fp32", "fp32_out", "softmax", "promote") and not all(f.as_fp32 for f in found):
+    wide = kind not in ("half", "follow", "inside")
+    if wide and not all(f.as_fp32 for f in found):
         ours += " (not FP32's)"
     return dict(
         zip(

@@ -180,7 +180,7 @@ class PlainArm:
         self._emulated: Callable[[], Any] | None = None
         if options.emulate and self._half is not None:
             operators = import_module("equipoise.step.operators")
-            self._kernels = operators.Kernels(self._device.type, emulate=True)
+            self._kernels = operators.Kernels(self._device.type, "emulate")
             self._emulated = partial(
                 operators.autocast, self._device.type, self._half, table=False, emulate=True
             )

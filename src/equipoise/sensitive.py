@@ -17,6 +17,7 @@ KINDS = {
     "fp32": "half inputs are widened, the result is FP32",
     "fp32_out": "the result is FP32 unless the call names a dtype",
     "softmax": "as the first two, and a score that half made -inf counts as half's lowest number",
+    "cross_entropy": "FP32, and under FP16 a logit that became -inf counts as FP16's lowest number",
     "promote": "inputs of several widths are brought to the widest",
     "follow": "as promote, where torch's own list for a device widens it without need",
     "half": "computed in the policy's half format",
@@ -146,11 +147,8 @@ _TABLE = (
         "linalg_matrix_norm.str_ord norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype",
     ),
     ("softmax", "exponentials and their sum; small probabilities flush in half", "softmax.int"),
-    (
-        "softmax",
-        "logarithms of small probabilities lose digits in half",
-        "log_softmax.int cross_entropy_loss",
-    ),
+    ("softmax", "logarithms of small probabilities lose digits in half", "log_softmax.int"),
+    ("cross_entropy", "logarithms of small probabilities lose digits in half", "cross_entropy_loss"),
     (
         "promote",
         "takes inputs of several widths and would refuse them or drop digits",

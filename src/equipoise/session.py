@@ -59,6 +59,7 @@ _STATE_KEYS = {
 }  # fmt: skip
 
 _NO_CONTEXT = nullcontext()
+_REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
 class Session:
@@ -174,6 +175,8 @@ class Session:
         self._first_planned = 0
         self._closed = False
         self._backwards = 0
+        self._plain = False
+        """Whether the next step has nothing to scale, watch, sample, gather or keep narrow."""
         # Clocks of a sampled step, seconds: end of the step before, start of forward.
         self._sampled = False
         self._clock = (0.0, 0.0)
@@ -220,6 +223,7 @@ class Session:
         _check_castable(self._root, formats)
         _check_not_quantised(self._root, resolved)
         check_allowed(plan.weights, self._models)
+        self._plain = False
         self._undo_all()
         self._casts = Casts(
             self._root,
@@ -346,6 +350,7 @@ class Session:
             SessionError: the loss is not a scalar, or gradients were unscaled already in this window.
         """
         self._refuse_closed()
+        self._plain = False
         if self._narrow is not None and not self._backwards:
             self._narrow.gradients_in_fp32(True)
         self._backward(loss, None, retain_graph)
@@ -369,18 +374,22 @@ class Session:
             with context if self._probe is None else _both(context, self._probe):
                 torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
         except BaseException as error:
-            self.drop()  # they may hold half a backward
-            if "through the graph a second time" in str(error):
-                raise SessionError(
-                    "this loss went backward before. The session calls backward by itself: leave out "
-                    "loss.backward(), or say retain_graph=True there. The gradients of this window were "
-                    "dropped"
-                ) from error
-            error.add_note("The gradients of this window were dropped: they may hold half a backward.")
+            self._explain_failed_backward(error)
             raise
         self._backwards += 1
         if self._updater.scales:
             self._untouched.remember(self._optimizers)
+
+    def _explain_failed_backward(self, error: BaseException) -> None:
+        """Drop what may be half a backward's gradients, and say so."""
+        self.drop()
+        if "through the graph a second time" in str(error):
+            raise SessionError(
+                "this loss went backward before. The session calls backward by itself: leave out "
+                "loss.backward(), or say retain_graph=True there. The gradients of this window were "
+                "dropped"
+            ) from error
+        error.add_note("The gradients of this window were dropped: they may hold half a backward.")
 
     def _refuse_touched(self, optimizers: list[Any]) -> None:
         """Refuse gradients that were changed while they carry a scale: a part of them wouldn't."""
@@ -412,6 +421,7 @@ class Session:
     def drop(self) -> None:
         """Forget the gradients of this window without a step; nothing is counted."""
         self._refuse_closed()
+        self._plain = False
         self.scaler.forget(*self._optimizers)
         self._updater.unscaled = False
         self._backwards = 0
@@ -449,6 +459,8 @@ class Session:
             SessionError: no loss and no backward of this session, no gradient at all, gradients that were
                 changed while they carry a scale, or an unknown optimizer.
         """
+        if self._plain and optimizer is None and closure is None and loss is not None:
+            return self._plain_step(loss, max_grad_norm, retain_graph)
         sampled = self._sampled
         began = time.perf_counter() if sampled else 0.0
         if self._closed:
@@ -477,10 +489,7 @@ class Session:
             before_update = time.perf_counter()
         skipped = updater.update(chosen)
         after_update = time.perf_counter() if sampled else 0.0
-        scale = self._end_window(skipped, chosen)
-        for p in parameters:
-            p.grad = None
-        self._advance(skipped, chosen)
+        scale = self._end_step(skipped, chosen, parameters)
         parts = None
         if sampled:
             end_before, forward = self._clock
@@ -494,6 +503,61 @@ class Session:
             )
         return self._report(StepReport(self.step_count, loss, skipped, scale, norm, parts))
 
+    def _plain_step(
+        self, loss: torch.Tensor, max_grad_norm: float | None, retain_graph: bool | None
+    ) -> StepReport:
+        """:meth:`step` without the calls that find nothing to do in most steps: 20 us of a tiny one's 340
+        (``bench/overhead.py --only tiny``).
+        """
+        is_scalar = type(loss) is torch.Tensor and loss.numel() == 1 and loss.dtype in _REAL
+        if not (is_scalar and loss.requires_grad):
+            _check_loss(loss)
+        optimizers, updater, casts = self._optimizers, self._updater, self._casts
+        try:
+            with _NO_CONTEXT if casts is None else casts.backward_context():
+                torch.autograd.backward(loss, retain_graph=retain_graph)
+        except BaseException as error:
+            self._explain_failed_backward(error)
+            raise
+        self._backwards = 1
+        parameters, grads = gradients.collect(optimizers)
+        if not grads:
+            self._refuse_no_gradient()
+        loss = loss.detach()
+        norm = updater.check_and_clip(optimizers, parameters, grads, max_grad_norm)
+        skipped = updater.update(optimizers)
+        if skipped:
+            scale = self._end_step(skipped, optimizers, parameters)
+            return self._report(StepReport(self.step_count, loss, skipped, scale, norm))
+        for p in parameters:
+            p.grad = None
+        if torch.is_autocast_enabled(self._device_type):
+            torch.clear_autocast_cache()  # as at the end of any window
+        self._backwards = 0
+        self.step_count += 1
+        self.taken_count += 1
+        for scheduler in self._schedulers:
+            scheduler.step()
+        for ema in self._emas:
+            ema.update_parameters(self._models[0])
+        report = StepReport(self.step_count, loss, False, 1.0, norm)
+        self.history.append(report)
+        if self.step_count % self._report_every == self._report_every - 1:
+            self._sample_next_step()
+        return report
+
+    def _is_plain(self) -> bool:
+        waiting = self._backwards or self._owed or self._late_flags or self._stall.skips
+        watched = self._sampled or self._probe is not None or self._recorder is not None
+        return not (watched or waiting) and self._updater.plain and len(self._optimizers) == 1
+
+    def _end_step(self, skipped: Any, chosen: list[Any], parameters: list[torch.Tensor]) -> Any:
+        scale = self._end_window(skipped, chosen)
+        for p in parameters:
+            p.grad = None
+        self._advance(skipped, chosen)
+        return scale
+
     def _true_gradients(self, chosen: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Parameters of these optimizers that have a gradient, and those gradients, unscaled."""
         updater = self._updater
@@ -501,14 +565,19 @@ class Session:
             self._refuse_touched(chosen)
             updater.unscale(chosen)
         parameters, grads = gradients.collect(chosen)  # after unscaling, which gives sparse ones anew
-        if not grads and ranks.world_size() == 1:
-            self.drop()
-            raise SessionError(
-                "no parameter of the optimizer has a gradient: the loss doesn't depend on them, or "
-                "zero_grad() came between backward and step. Was the optimizer made with this model's "
-                "parameters?"
-            )
+        if not grads:
+            self._refuse_no_gradient()
         return parameters, grads
+
+    def _refuse_no_gradient(self) -> None:
+        if ranks.world_size() > 1:  # another rank may have one
+            return
+        self.drop()
+        raise SessionError(
+            "no parameter of the optimizer has a gradient: the loss doesn't depend on them, or "
+            "zero_grad() came between backward and step. Was the optimizer made with this model's "
+            "parameters?"
+        )
 
     def _backward_to(self, loss: torch.Tensor, chosen: list[Any], retain_graph: bool | None) -> None:
         """Backward; where one optimizer of several was chosen, it reaches that one's parameters alone."""
@@ -603,6 +672,7 @@ class Session:
     # -- a watched step
 
     def _watch_next_step(self) -> None:
+        self._plain = False
         if self._probe is None:
             self._probe = Probe(self._root)
 
@@ -662,6 +732,7 @@ class Session:
                 "step(closure=...) with narrow weights or state: the optimizer evaluates the loss in the "
                 "middle of its update, where the weights are FP32; leave weights= and state= at 'fp32'"
             )
+        self._plain = False
         first: list[torch.Tensor] = []
 
         def evaluate() -> torch.Tensor:
@@ -736,11 +807,16 @@ class Session:
             self._on_report(_flat(report))
         if self._recorder is not None:
             self._plan_after(report)
-        self._sampled = self.step_count % self._report_every == self._report_every - 1
-        if self._sampled:
-            now = time.perf_counter()
-            self._clock = (now, now)
+        self._sampled = False
+        if self.step_count % self._report_every == self._report_every - 1:
+            self._sample_next_step()
+        self._plain = self._is_plain()
         return report
+
+    def _sample_next_step(self) -> None:
+        self._sampled, self._plain = True, False
+        now = time.perf_counter()
+        self._clock = (now, now)
 
     def _say_what_never_ran(self, names: list[str]) -> None:
         if not names or self.plan is None:
@@ -896,6 +972,7 @@ class Session:
         if self._backwards and not self._updater.unscaled:
             self._updater.unscale(self._optimizers)
         self._backwards = 0
+        self._plain = False
         self._untouched.forget()
         self._undo_all()
         if self._probe is not None:

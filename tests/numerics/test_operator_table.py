@@ -24,7 +24,7 @@ import operators as bench
 from operator_calls import ROWS, UNCALLED, Row
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-WIDE_KINDS = ("fp32", "fp32_out", "softmax", "promote")
+WIDE_KINDS = ("fp32", "fp32_out", "softmax", "cross_entropy", "promote")
 
 # torch warns of its older and unfinished operators, and about itself while it compiles
 pytestmark = [
@@ -98,7 +98,8 @@ def test_half_alone_would_not_do() -> None:
 ONE_OF_EACH_KIND = (
     "exp", "layer_norm", "var", "mse_loss", "linalg_matrix_exp", "fft_rfft", "upsample_nearest2d.vec",
     "upsample_bilinear2d.vec", "sum", "linalg_vector_norm", "softmax.int", "log_softmax.int", "index_copy",
-    "max_pool3d", "conv2d.padding", "linear", "lstm_cell", "scaled_dot_product_attention", "batch_norm",
+    "cross_entropy_loss", "max_pool3d", "conv2d.padding", "linear", "lstm_cell",
+    "scaled_dot_product_attention", "batch_norm",
 )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def test_the_numbers_are_those_of_a_half_kernel(name: str, dtype: torch.dtype) -
     torch.manual_seed(0)
     layers, shape = SHAPES[name]
     model, x = nn.Sequential(*layers), torch.randn(shape)
-    kernels = Kernels("cpu"), Kernels("cpu", emulate=True)
+    kernels = Kernels("cpu"), Kernels("cpu", "emulate")
     own, emulated = (gradients(model, x, dtype, way) for way in (False, True))
     # A kernel may sum in another order; a last digit of half then differs, and what follows from it.
     for a, b in zip(own, emulated, strict=True):

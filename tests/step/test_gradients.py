@@ -125,3 +125,22 @@ def test_the_first_bad_parameter_is_named() -> None:
     a, b = leaves(torch.ones(2), torch.tensor([1.0, INF]))
     assert gradients.first_nonfinite([("a", a), ("b", b)]) == "b"
     assert gradients.first_nonfinite([("a", a)]) is None
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1.0, 5.0, 5.0 + 1e-5, 1e6])
+def test_clipping_gives_the_bits_of_torchs_own(limit: float) -> None:
+    torch.manual_seed(0)
+    grads = [torch.randn(7, 5), torch.randn(3), torch.tensor(2.0)]
+    whole = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]))
+    grads = [g * (5.0 / whole) for g in grads]  # at 5 exactly: both sides of the limit are near
+    ours, theirs = leaves(*(g.clone() for g in grads)), leaves(*(g.clone() for g in grads))
+    norm = gradients.clip(ours, [p.grad for p in ours], limit)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs, limit))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_nan_does_not_spread_to_gradients_that_are_not_to_blame() -> None:
+    fine, bad = leaves(torch.ones(3), torch.tensor([1.0, float("nan")]))
+    norm = gradients.clip([fine, bad], [fine.grad, bad.grad], 1.0)
+    assert norm.isnan() and torch.equal(fine.grad, torch.ones(3))
+    assert gradients.first_nonfinite([("fine", fine), ("bad", bad)]) == "bad"

@@ -284,9 +284,9 @@ class Casts:
         self._table = table
         self._uses_half = any(FORMATS[f].is_half for f in formats.values())
         self._emulate = emulate
-        self._kernels = [Kernels(device)] if table and self._uses_half else []
-        if emulate and self._uses_half:
-            self._kernels.append(Kernels(device, emulate=True))
+        wanted = {"table": table and self._uses_half, "fp16": table and "fp16" in formats.values()}
+        wanted["emulate"] = emulate and self._uses_half
+        self._kernels = [Kernels(device, which) for which, is_wanted in wanted.items() if is_wanted]
         self.wrapped: list[nn.Module] = []
         """Modules whose forward is replaced."""
         self._unseen: set[str] = set()

@@ -149,8 +149,20 @@ def clip(parameters: Sequence[Tensor], grads: Sequence[Tensor], max_norm: float)
             dense = g.to_local() if hasattr(g, "to_local") else g
             dense.mul_(factor.to(dense.device))
         return norm
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    if norm.device.type != "cpu":
+        # A NaN doesn't spread to the others, so that the one to blame can be told.
+        safe = torch.where(norm.isnan(), 0.0, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, safe)
+    elif _shrinks(float(norm.numpy()), max_norm):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def _shrinks(norm: float, max_norm: float) -> bool:
+    """Whether clipping changes any bit: torch multiplies by 1 where the norm is below the limit. Not for a
+    NaN, which would spread to gradients that aren't to blame.
+    """
+    return norm + 1e-6 > max_norm * (1 - 1e-6)  # 1e-6: more than FP32 rounds
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -165,9 +177,8 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
         norms = [global_norm(kind) for kind in kinds]
         together = torch.stack([n.to(norms[0].device, torch.float64) for n in norms])
         return cast(Tensor, torch.linalg.vector_norm(together).to(torch.float32))
-    if all(g.dtype is torch.float32 and g.layout is torch.strided for g in grads):
-        total: Any = torch.nn.utils.get_total_norm(grads)
-        norm = cast(Tensor, total.full_tensor() if hasattr(total, "full_tensor") else total)
+    if all([g.dtype is torch.float32 and g.layout is torch.strided for g in grads]):
+        norm = _norm_in_fp32(grads)
         # On the CPU the answer is in host memory; elsewhere reading it would be a sync.
         if norm.device.type != "cpu" or norm.numpy() != float("inf"):
             return norm
@@ -179,6 +190,13 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     wide = [_wide_norm(g) for g in grads]
     total_hp = torch.linalg.vector_norm(torch.stack([w.to(wide[0].device) for w in wide]))
     return cast(Tensor, total_hp.to(torch.float32))
+
+
+def _norm_in_fp32(grads: Sequence[Tensor]) -> Tensor:
+    if all([type(g) is Tensor and g.is_cpu for g in grads]):  # torch's own, less its sorting by device
+        return cast(Tensor, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2))))
+    total: Any = torch.nn.utils.get_total_norm(grads)
+    return cast(Tensor, total.full_tensor() if hasattr(total, "full_tensor") else total)
 
 
 def _wide_norm(g: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ _TAKEN_APART = "FuncTorchBatchedDecomposition"
 """The alias key of operators that ``vmap`` takes apart."""
 
 _HALVES = (torch.bfloat16, torch.float16)
+_LOWEST_FP16 = torch.finfo(torch.float16).min
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
 
 _enabled = torch.is_autocast_enabled
@@ -57,22 +58,43 @@ def table_counts() -> bool:
 
 
 class _Ambient:
-    """Torch's autocast, with the table in force, as eager code enters it."""
+    """Torch's autocast, with the table in force, as eager code enters it.
 
-    __slots__ = ("_autocast", "_before")
+    The same calls as ``torch.autocast``'s own, whose checks of device and dtype were made with the plan: half
+    its time. What exports a model listens to torch's own.
+    """
+
+    __slots__ = ("_autocast", "_before", "_device", "_dtype", "_dtype_before", "_table_before")
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
-        self._autocast: Any = torch.autocast(device, dtype=dtype)
-        self._before = False
+        self._device, self._dtype = device, dtype
+        self._before = self._table_before = False
+        self._dtype_before = dtype
+        self._autocast: Any = None
 
     def __enter__(self) -> None:
-        self._autocast.__enter__()
-        self._before = _enabled(_FLAG)
+        device = self._device
+        self._table_before = _enabled(_FLAG)
+        if torch._C._is_torch_function_mode_enabled():
+            self._autocast = torch.autocast(device, dtype=self._dtype)
+            self._autocast.__enter__()
+        else:
+            self._before, self._dtype_before = _enabled(device), torch.get_autocast_dtype(device)
+            _set_enabled(device, True)
+            torch.set_autocast_dtype(device, self._dtype)
+            torch.autocast_increment_nesting()
         _set_enabled(_FLAG, True)
 
     def __exit__(self, *error: Any) -> None:
-        _set_enabled(_FLAG, self._before)
-        self._autocast.__exit__(*error)
+        _set_enabled(_FLAG, self._table_before)
+        if self._autocast is not None:
+            self._autocast.__exit__(*error)
+            self._autocast = None
+            return
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        _set_enabled(self._device, self._before)
+        torch.set_autocast_dtype(self._device, self._dtype_before)
 
 
 class _Emulated:
@@ -143,21 +165,28 @@ class Backward:
     table in force, for forwards that are recomputed.
     """
 
-    __slots__ = ("_autocast", "_device", "_flags")
+    __slots__ = ("_autocast", "_device", "_emulation", "_table", "_table_before")
 
     def __init__(self, device: str, table: bool, emulate: bool) -> None:
         self._device = device
-        self._flags = _Flags(table, emulate)
+        self._table = table
+        self._table_before = False
+        self._emulation = Emulation(True) if emulate else None
         self._autocast: Any = None
 
     def __enter__(self) -> None:
         if _enabled(self._device):
             self._autocast = torch.autocast(self._device, enabled=False)
             self._autocast.__enter__()
-        self._flags.__enter__()
+        self._table_before = _enabled(_FLAG)
+        _set_enabled(_FLAG, self._table)
+        if self._emulation is not None:
+            self._emulation.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._flags.__exit__(*error)
+        if self._emulation is not None:
+            self._emulation.__exit__(*error)
+        _set_enabled(_FLAG, self._table_before)
         if self._autocast is not None:
             self._autocast.__exit__(*error)
 
@@ -222,21 +251,35 @@ def _fp32_out(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
 
 
 def _softmax(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
-    """As ``fp32_out`` or ``fp32``, and a score that half made -inf counts as half's lowest number.
+    """As ``fp32_out``, and a score that half made -inf counts as half's lowest number.
 
     A mask of the lowest number added to scores overflows in half: a row masked in full would be NaN, where
     FP32 gives it equal weights, and a masked class would cost infinity. The widened copy is ours, so it is
     changed in place: as an operator that autograd records it would take as long as the softmax.
     """
-    takes_dtype = any(a.name == "dtype" for a in op._schema.arguments)
-    wide = (_fp32_out if takes_dtype else _fp32)(op, keys, plain, device)
 
     def kernel(keyset: Any, scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if scores.dtype in _HALVES and _enabled(_FLAG):
+        if not _enabled(_FLAG):
+            return plain(keyset, scores, *args, **kwargs)
+        if scores.dtype in _HALVES:
             lowest = torch.finfo(scores.dtype).min
             scores = scores.float()
             scores.detach().clamp_min_(lowest)
-        return wide(keyset, scores, *args, **kwargs)
+        with _Excluded(keys):
+            return op(scores, *args, **kwargs)
+
+    return kernel
+
+
+def _cross_entropy(op: Any, keys: Any, plain: Plain, device: str) -> Kernel:
+    """As ``softmax``, in FP16 alone: bf16 has FP32's range, and torch's own kernel widens it in less time."""
+    wide = _fp32(op, keys, plain, device)
+
+    def kernel(keyset: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if logits.dtype is torch.float16 and _enabled(_FLAG):
+            logits = logits.float()
+            logits.detach().clamp_min_(_LOWEST_FP16)
+        return wide(keyset, logits, *args, **kwargs)
 
     return kernel
 
@@ -320,6 +363,7 @@ _MAKERS: dict[str, Callable[[Any, Any, Plain, str], Kernel]] = {
     "fp32": _fp32,
     "fp32_out": _fp32_out,
     "softmax": _softmax,
+    "cross_entropy": _cross_entropy,
     "promote": _promote,
     "follow": _promote,
     "half": _half,
@@ -334,8 +378,8 @@ def _kernel_of(row: Operator, op: Any, keys: Any, plain: Plain, device: str) -> 
 
 # -- installed and removed --------------------------------------------------------------------------------
 
-_Set = tuple[str, bool]
-"""A set of kernels: the device type, and whether it is the one that emulates."""
+_Set = tuple[str, str]
+"""A set of kernels: the device type, and which of ``Kernels``' three."""
 
 
 class _Installed:
@@ -352,8 +396,8 @@ class _Installed:
         """Device types with kernels in place."""
         return {device for device, _ in self._libraries}
 
-    def acquire(self, device: str, emulate: bool) -> None:
-        key = device, emulate
+    def acquire(self, device: str, which: str) -> None:
+        key = device, which
         with self._lock:
             self._users[key] = self._users.get(key, 0) + 1
             if self._users[key] > 1 or device not in _KEYS:
@@ -361,10 +405,10 @@ class _Installed:
             if not self._libraries:
                 self._undo += [_tag_caches(), functions.install(_for_backward, _for_recompute)]
                 self._undo.append(_vmap_library()._destroy)
-            self._libraries[key] = _library(device, emulate)
+            self._libraries[key] = _library(device, which)
 
-    def release(self, device: str, emulate: bool) -> None:
-        key = device, emulate
+    def release(self, device: str, which: str) -> None:
+        key = device, which
         with self._lock:
             self._users[key] -= 1
             if self._users[key] or key not in self._libraries:
@@ -382,12 +426,13 @@ class Kernels:
 
     Args:
         device: torch device type; one without autocast has no kernels.
-        emulate: the kernels that compute half by casts there and back, not the table's.
+        which: ``table``; ``fp16``, what the table does in FP16 alone; or ``emulate``, half by casts there and
+            back.
     """
 
-    def __init__(self, device: str, *, emulate: bool = False) -> None:
-        _INSTALLED.acquire(device, emulate)
-        self._finalizer = weakref.finalize(self, _INSTALLED.release, device, emulate)
+    def __init__(self, device: str, which: str = "table") -> None:
+        _INSTALLED.acquire(device, which)
+        self._finalizer = weakref.finalize(self, _INSTALLED.release, device, which)
 
     def remove(self) -> None:
         """Let go; further calls do nothing."""
@@ -431,7 +476,7 @@ def _keys_of(device: str) -> Any:
     return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEYS[device]))
 
 
-def _library(device: str, emulate: bool) -> Any:
+def _library(device: str, which: str) -> Any:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     key, keys = _KEYS[device], _keys_of(device)
     with warnings.catch_warnings():
@@ -439,10 +484,10 @@ def _library(device: str, emulate: bool) -> Any:
         warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
         for row in OPERATORS:
             op = overload(row.name)
-            if op is None or not _needs_kernel(row, op, device, emulate):
+            if op is None or not _needs_kernel(row, op, device, which):
                 continue
             plain = _plain(op, device)
-            if emulate:
+            if which == "emulate":
                 kernel = _emulated(op, keys, plain, device)
             else:
                 kernel = _kernel_of(row, op, keys, plain, device)
@@ -501,13 +546,15 @@ def _has_own(op: Any, device: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _KEYS[device]))
 
 
-def _needs_kernel(row: Operator, op: Any, device: str, emulate: bool) -> bool:
+def _needs_kernel(row: Operator, op: Any, device: str, which: str) -> bool:
     """Whether torch's own autocast on this device does something else than the row says.
 
-    The two sets share no operator: those of the half list that torch leaves out emulate by themselves.
+    The sets share no operator: those of the half list that torch leaves out emulate by themselves.
     """
-    if emulate:
+    if which == "emulate":
         return row.kind == "half" and _has_own(op, device)
+    if which == "fp16":
+        return row.kind == "cross_entropy" and _has_own(op, device)
     if device in row.unlike and _has_own(op, device):
         return True
     return not (_has_own(op, device) or row.by_torch or row.kind == "follow")

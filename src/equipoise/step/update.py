@@ -47,6 +47,11 @@ class Updater:
         self.scales = scaler.is_enabled()
         """Whether gradients carry a scale."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether a step neither scales nor narrows, nor waits for other ranks or a device."""
+        return not self.scales and self.narrow is None and self._alike and self._check.on_host() is not None
+
     def unscale(self, optimizers: Sequence[Any]) -> None:
         """Bring gradients to their true size; nothing where no scale is used."""
         if self.scales:
