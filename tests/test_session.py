@@ -525,3 +525,33 @@ def test_a_loop_under_torch_compile_keeps_the_policy() -> None:
         out = compiled(X)
     assert out.dtype is torch.bfloat16
     assert not session.step(F.cross_entropy(out.float(), Y)).skipped
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_short_way_through_a_step_is_the_long_one(precision: str, limit: float | None) -> None:
+    """A sampled step goes the long way: weights, reports, schedule, average and skips are the same."""
+    runs = []
+    for every in (1, 10**6):
+        torch.manual_seed(0)
+        model = small_model()
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+        ema = torch.optim.swa_utils.AveragedModel(model)
+        session = Session(
+            model, opt, precision=precision, lr_scheduler=schedule, ema=ema, report_every=every
+        )
+        reports = []
+        for step in range(12):
+            x = X * float("inf") if step in (5, 6) else X
+            with session.autocast():
+                loss = F.cross_entropy(model(x), Y)
+            report = session.step(loss, max_grad_norm=limit)
+            reports.append((report.step, report.loss, report.skipped, report.scale, report.grad_norm))
+            assert all(p.grad is None for p in model.parameters())
+        counts = session.step_count, session.taken_count, schedule.last_epoch, int(ema.n_averaged)
+        runs.append((weights(model) + weights(ema), repr(reports), counts))
+        session.restore()
+    (long, long_reports, long_counts), (short, short_reports, short_counts) = runs
+    assert same(long, short) and long_reports == short_reports
+    assert long_counts == short_counts == (12, 10, 10, 10)

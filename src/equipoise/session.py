@@ -509,9 +509,7 @@ class Session:
         """:meth:`step` without the calls that find nothing to do in most steps: 20 us of a tiny one's 340
         (``bench/overhead.py --only tiny``).
         """
-        is_scalar = type(loss) is torch.Tensor and loss.numel() == 1 and loss.dtype in _REAL
-        if not (is_scalar and loss.requires_grad):
-            _check_loss(loss)
+        _check_loss(loss)
         optimizers, updater, casts = self._optimizers, self._updater, self._casts
         try:
             with _NO_CONTEXT if casts is None else casts.backward_context():
@@ -524,11 +522,16 @@ class Session:
         if not grads:
             self._refuse_no_gradient()
         loss = loss.detach()
-        norm = updater.check_and_clip(optimizers, parameters, grads, max_grad_norm)
-        skipped = updater.update(optimizers)
+        norm = None
+        if max_grad_norm is None:
+            skipped = updater.check(grads)
+        else:
+            norm = updater.check_and_clip(optimizers, parameters, grads, max_grad_norm)
+            skipped = updater.check.on_host()
         if skipped:
-            scale = self._end_step(skipped, optimizers, parameters)
-            return self._report(StepReport(self.step_count, loss, skipped, scale, norm))
+            scale = self._end_step(True, optimizers, parameters)
+            return self._report(StepReport(self.step_count, loss, True, scale, norm))
+        optimizers[0].step()
         for p in parameters:
             p.grad = None
         if torch.is_autocast_enabled(self._device_type):
@@ -1042,6 +1045,8 @@ def _check_scaler_state(state: Any) -> None:
 
 
 def _check_loss(loss: Any) -> None:
+    if type(loss) is torch.Tensor and loss.numel() == 1 and loss.dtype in _REAL and loss.requires_grad:
+        return
     if callable(loss) and not isinstance(loss, torch.Tensor):
         raise SessionError(
             f"the loss is a {type(loss).__name__}; a closure is passed by name: session.step(closure=...)"

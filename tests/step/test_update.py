@@ -31,7 +31,7 @@ class OnDevice(Updater):
 
     def __init__(self) -> None:
         super().__init__(CPU, alike=True)
-        self._check = _DeviceCheck(CPU)
+        self.check = _DeviceCheck(CPU)
 
 
 class _DeviceCheck(gradients.FiniteCheck):

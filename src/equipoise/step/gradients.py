@@ -81,8 +81,8 @@ class FiniteCheck:
         # A view of the same memory: no operator runs when it is read.
         self._host = self.found.numpy() if device.type == "cpu" else None
 
-    def __call__(self, grads: list[Tensor]) -> None:
-        """Set :attr:`found` to 1 where a gradient is not finite, else to 0."""
+    def __call__(self, grads: list[Tensor]) -> bool | None:
+        """Set :attr:`found` to 1 where a gradient is not finite, else to 0; returns :meth:`on_host`."""
         if self._host is None:
             self.found = torch.zeros_like(self.found)  # the last step's flag may not have been read yet
         elif self._host:
@@ -91,11 +91,12 @@ class FiniteCheck:
         if all([type(g) is Tensor for g in grads]):
             try:
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, self.found, self._one)
-                return
+                return None if self._host is None else bool(self._host)
             except (RuntimeError, NotImplementedError):
                 pass  # sparse, complex, or on several devices
         for g in grads:
             self._check_odd(g)
+        return self.on_host()
 
     def of_norm(self, norm: Tensor) -> None:
         """The same from the gradients' norm, which is finite only where every one of them is."""

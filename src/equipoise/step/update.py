@@ -34,7 +34,8 @@ class Updater:
         self.use(NullScaler())
         self.unscaled = False
         """Whether this window's gradients have their true size."""
-        self._check = gradients.FiniteCheck(device)
+        self.check = gradients.FiniteCheck(device)
+        """Whether the gradients are finite."""
         self._one = torch.ones((), device=device)
         self._alike = alike
         self.narrow: Narrow | None = None
@@ -50,7 +51,7 @@ class Updater:
     @property
     def plain(self) -> bool:
         """Whether a step neither scales nor narrows, nor waits for other ranks or a device."""
-        return not self.scales and self.narrow is None and self._alike and self._check.on_host() is not None
+        return not self.scales and self.narrow is None and self._alike and self.check.on_host() is not None
 
     def unscale(self, optimizers: Sequence[Any]) -> None:
         """Bring gradients to their true size; nothing where no scale is used."""
@@ -79,17 +80,17 @@ class Updater:
                 norm = gradients.global_norm(grads)
                 self._factor = gradients.clip_factor(norm, max_grad_norm)
         if norm is None:
-            self._check(grads)
+            self.check(grads)
         else:
-            self._check.of_norm(norm)
+            self.check.of_norm(norm)
         if self.scales and grads:
             scaled = _with_gradients(optimizers)
-            self._check.found.copy_(torch.maximum(self._check.found, self.scaler.found_inf(*scaled)))
+            self.check.found.copy_(torch.maximum(self.check.found, self.scaler.found_inf(*scaled)))
             if not self._alike:
-                ranks.agree_max(self._check.found)
-            self.scaler.set_found_inf(self._check.found, *scaled)
+                ranks.agree_max(self.check.found)
+            self.scaler.set_found_inf(self.check.found, *scaled)
         elif not self._alike:
-            ranks.agree_max(self._check.found)
+            ranks.agree_max(self.check.found)
         return norm
 
     def update(self, optimizers: Sequence[Any]) -> bool | torch.Tensor:
@@ -98,9 +99,9 @@ class Updater:
         On the CPU the flag is in host memory. Elsewhere a fused optimizer reads it on the device; any other
         costs one read.
         """
-        skipped: bool | torch.Tensor | None = self._check.on_host()
+        skipped: bool | torch.Tensor | None = self.check.on_host()
         if skipped is None:
-            skipped = self._check.found
+            skipped = self.check.found
         if skipped is False and len(optimizers) == 1 and self.narrow is None:
             optimizers[0].step()
             return False
@@ -164,7 +165,7 @@ class Updater:
             self.unscale([optimizer])
             parameters, grads = gradients.collect([optimizer])
             self.check_and_clip([optimizer], parameters, grads, max_grad_norm)
-            if bool(self._check.found.item()):
+            if bool(self.check.found.item()):
                 raise _NotFinite
             return loss
 
