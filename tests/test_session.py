@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from equipoise.errors import FormatError, NonFiniteError, PolicyError, SessionError, StallError
+from equipoise.planning import named_plan
 from equipoise.policy import Plan, Policy
 from equipoise.session import Session
 from equipoise.step.scaler import LossScaler
@@ -555,3 +556,57 @@ def test_the_short_way_through_a_step_is_the_long_one(precision: str, limit: flo
     (long, long_reports, long_counts), (short, short_reports, short_counts) = runs
     assert same(long, short) and long_reports == short_reports
     assert long_counts == short_counts == (12, 10, 10, 10)
+
+
+class ReadsItsHead(nn.Module):
+    """Computes with its head's weight, whose own forward never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(12, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.body(x).relu(), self.head.weight)
+
+
+def _train(session: Session, model: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        with session.autocast():
+            loss = F.cross_entropy(model(X), Y)
+        session.step(loss)
+
+
+@pytest.mark.parametrize("when", ["named", "planned after the first step", "resumed"])
+def test_a_format_on_a_forward_that_never_runs_is_said_once(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = ReadsItsHead()
+    plan = named_plan(model, Policy.parse("bf16; head=fp32"))
+    monkeypatch.setattr("equipoise.planning.plan_session", lambda *_: plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    auto = when == "planned after the first step"
+    session = Session(model, optimizer, **({"precision": "auto"} if auto else {"plan": plan}))
+    if when == "resumed":
+        with pytest.warns(UserWarning, match="gives head a format of its own"):
+            _train(session, model, 7)
+        state = session.state_dict()
+        session.restore()
+        session = Session(model, optimizer, plan=plan)
+        session.load_state_dict(state)
+    with pytest.warns(UserWarning, match="gives head a format of its own") as said:
+        _train(session, model, 4)
+    assert len(said) == 1
+    session.restore()
+
+
+def test_gradients_that_have_a_graph_are_clipped() -> None:
+    model = small_model()
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    for _ in range(2):  # the long way through a step, then the short one
+        loss = F.cross_entropy(model(X), Y)
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p.grad = grad * 1.0
+        report = session.step(F.cross_entropy(model(X), Y), max_grad_norm=1e-3)
+        assert report.grad_norm > 1e-3 and not report.skipped

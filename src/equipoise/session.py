@@ -506,9 +506,7 @@ class Session:
     def _plain_step(
         self, loss: torch.Tensor, max_grad_norm: float | None, retain_graph: bool | None
     ) -> StepReport:
-        """:meth:`step` without the calls that find nothing to do in most steps: 20 us of a tiny one's 340
-        (``bench/overhead.py --only tiny``).
-        """
+        """:meth:`step` without the calls that find nothing to do in most steps, which a tiny step feels."""
         _check_loss(loss)
         optimizers, updater, casts = self._optimizers, self._updater, self._casts
         try:
@@ -552,7 +550,8 @@ class Session:
     def _is_plain(self) -> bool:
         waiting = self._backwards or self._owed or self._late_flags or self._stall.skips
         watched = self._sampled or self._probe is not None or self._recorder is not None
-        return not (watched or waiting) and self._updater.plain and len(self._optimizers) == 1
+        new = self.step_count < self._first_planned  # the first step under a plan says what never ran
+        return not (watched or waiting or new) and self._updater.plain and len(self._optimizers) == 1
 
     def _end_step(self, skipped: Any, chosen: list[Any], parameters: list[torch.Tensor]) -> Any:
         scale = self._end_window(skipped, chosen)
@@ -916,7 +915,10 @@ class Session:
             scheduler.load_state_dict(saved)
         for ema, saved in zip(self._emas, state["ema"], strict=True):
             ema.load_state_dict(saved)
+        new = self.step_count < self._first_planned
         self.step_count, self.taken_count = state["step_count"], state["taken_count"]
+        if new:
+            self._first_planned = self.step_count + 1
         self._owed = state["owed"]
         self.history.load_state_dict(state["history"])
         self._stall.skips = self.history.skips_in_a_row

@@ -25,18 +25,16 @@ def is_on() -> bool:
 
 
 class Emulation:
-    """Switches emulation on (or leaves it as it is) on this thread; a context."""
+    """Switches emulation on, on this thread; a context."""
 
-    __slots__ = ("_before", "_on")
+    __slots__ = ("_before",)
 
-    def __init__(self, on: bool) -> None:
-        self._on = on
+    def __init__(self) -> None:
         self._before = torch.bfloat16
 
     def __enter__(self) -> None:
         self._before = torch.get_autocast_dtype(_SIGN)
-        if self._on:
-            torch.set_autocast_dtype(_SIGN, torch.float32)
+        torch.set_autocast_dtype(_SIGN, torch.float32)
 
     def __exit__(self, *error: Any) -> None:
         torch.set_autocast_dtype(_SIGN, self._before)

@@ -91,7 +91,7 @@ class FiniteCheck:
         if all([type(g) is Tensor for g in grads]):
             try:
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, self.found, self._one)
-                return None if self._host is None else bool(self._host)
+                return self.on_host()
             except (RuntimeError, NotImplementedError):
                 pass  # sparse, complex, or on several devices
         for g in grads:
@@ -171,6 +171,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
+@torch.no_grad()
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """2-norm over all gradients, 0-d float32; over all shards where gradients are sharded."""
     kinds = _by_kind(grads)

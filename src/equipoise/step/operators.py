@@ -104,7 +104,7 @@ class _Emulated:
 
     def __init__(self, device: str, dtype: torch.dtype, table: bool) -> None:
         self._autocast: Any = _Ambient(device, dtype) if table else torch.autocast(device, dtype=dtype)
-        self._emulation = Emulation(True)
+        self._emulation = Emulation()
 
     def __enter__(self) -> None:
         self._autocast.__enter__()
@@ -141,22 +141,24 @@ def autocast(
 
 
 class _Flags:
-    """The table in force, or not, and emulation, whatever autocast's own state is."""
+    """The table in force, or not, and emulation where asked for, whatever autocast's own state is."""
 
     __slots__ = ("_before", "_emulation", "_table")
 
     def __init__(self, table: bool, emulate: bool) -> None:
         self._table = table
-        self._emulation = Emulation(emulate)
+        self._emulation = Emulation() if emulate else None
         self._before = False
 
     def __enter__(self) -> None:
         self._before = _enabled(_FLAG)
         _set_enabled(_FLAG, self._table)
-        self._emulation.__enter__()
+        if self._emulation is not None:
+            self._emulation.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._emulation.__exit__(*error)
+        if self._emulation is not None:
+            self._emulation.__exit__(*error)
         _set_enabled(_FLAG, self._before)
 
 
@@ -165,28 +167,21 @@ class Backward:
     table in force, for forwards that are recomputed.
     """
 
-    __slots__ = ("_autocast", "_device", "_emulation", "_table", "_table_before")
+    __slots__ = ("_autocast", "_device", "_flags")
 
     def __init__(self, device: str, table: bool, emulate: bool) -> None:
         self._device = device
-        self._table = table
-        self._table_before = False
-        self._emulation = Emulation(True) if emulate else None
+        self._flags = _Flags(table, emulate)
         self._autocast: Any = None
 
     def __enter__(self) -> None:
         if _enabled(self._device):
             self._autocast = torch.autocast(self._device, enabled=False)
             self._autocast.__enter__()
-        self._table_before = _enabled(_FLAG)
-        _set_enabled(_FLAG, self._table)
-        if self._emulation is not None:
-            self._emulation.__enter__()
+        self._flags.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if self._emulation is not None:
-            self._emulation.__exit__(*error)
-        _set_enabled(_FLAG, self._table_before)
+        self._flags.__exit__(*error)
         if self._autocast is not None:
             self._autocast.__exit__(*error)
 
