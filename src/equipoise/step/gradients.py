@@ -83,20 +83,22 @@ class FiniteCheck:
 
     def __call__(self, grads: list[Tensor]) -> bool | None:
         """Set :attr:`found` to 1 where a gradient is not finite, else to 0; returns :meth:`on_host`."""
-        if self._host is None:
+        host = self._host
+        if host is None:
             self.found = torch.zeros_like(self.found)  # the last step's flag may not have been read yet
-        elif self._host:
-            self._host[...] = 0.0
+        elif host:
+            host[...] = 0.0
         # Exact type: subclasses such as DTensor bring their own arithmetic and take the other way.
-        if all([type(g) is Tensor for g in grads]):
+        together = all([type(g) is Tensor for g in grads])
+        if together:
             try:
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, self.found, self._one)
-                return self.on_host()
             except (RuntimeError, NotImplementedError):
-                pass  # sparse, complex, or on several devices
-        for g in grads:
-            self._check_odd(g)
-        return self.on_host()
+                together = False  # sparse, complex, or on several devices
+        if not together:
+            for g in grads:
+                self._check_odd(g)
+        return None if host is None else bool(host)
 
     def of_norm(self, norm: Tensor) -> None:
         """The same from the gradients' norm, which is finite only where every one of them is."""
